@@ -1,0 +1,1 @@
+"""linearize: softmax attention of pretrained causal language models in linear time."""

@@ -1,0 +1,176 @@
+"""One converted attention layer: exact sinks and window, and a kernel for all other keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linearize import kernels
+from linearize.fitting import Activations, Calibration, FitResult, softmax_outputs
+from linearize.kernels import HeadShape, Kernel
+from linearize.ops import Features, KernelMap, State, Weights, kernel_attention
+from linearize.plan import Plan
+
+__all__ = ["LayerError", "LinearAttention"]
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Output error of one layer against softmax, per query head, over all positions.
+
+    ``mse`` is the mean square error; ``relative`` divides the summed square error by the summed
+    square of the softmax output.
+    """
+
+    mse: list[float]
+    relative: list[float]
+
+
+class LinearAttention(nn.Module):
+    """A kernel with its key transform and its exact neighbours, under one shared denominator.
+
+    Args:
+        kernel: the kernel.
+        sinks, window: how many first and latest keys stay exact.
+        center: whether the kernel sees ``k - center``; softmax is unchanged by such a shift.
+
+    A kernel that stands beside exact keys gets a learned gain (a log-scale per query head), so that
+    the two parts agree on their size. Parameters and buffers keep their precision when the model is
+    cast to a half type.
+    """
+
+    def __init__(self, kernel: Kernel, *, sinks: int = 0, window: int = 0, center: bool = False) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.sinks = sinks
+        self.window = window
+        shape = kernel.shape
+        self.center: Tensor | None = None
+        if center:
+            self.register_buffer(
+                "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu")
+            )
+        self.cache_layer: Any = None  # the cache layer of the call under way, set by its pre-hook
+        self.gain: nn.Parameter | None = None
+        if sinks or window:
+            self.gain = nn.Parameter(torch.zeros(shape.query_heads))
+
+    @staticmethod
+    def from_plan(plan: Plan, shape: HeadShape, layer: int, settings: dict[str, Any] | None = None) -> LinearAttention:
+        """The unfitted layer ``plan`` asks for; ``settings`` rebuild a stored kernel's structure."""
+        cls = kernels.get(plan.kernel)
+        if settings is None:
+            settings = {"seed": plan.seed * 1000 + layer, **plan.options}
+        return LinearAttention(
+            cls.build(shape, settings), sinks=plan.sinks, window=plan.window, center=plan.center
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        state: State | None = None,
+        backend: str = "auto",
+    ) -> tuple[Tensor, State | None]:
+        """``q [B, Hq, N, d]``, new keys and values ``[B, Hkv, N, ·]`` -> output and next state."""
+        return kernel_attention(
+            self.map(),
+            q,
+            k,
+            v,
+            scale=self.kernel.shape.scale,
+            sinks=self.sinks,
+            window=self.window,
+            key_mask=key_mask,
+            state=state,
+            backend=backend,
+        )
+
+    def map(self) -> KernelMap:
+        """The kernel map as this layer presents it: transformed keys, gain applied."""
+        return _View(self.kernel.map(), self.center, self.gain)
+
+    def fit(self, calibration: Calibration) -> FitResult | None:
+        """Fit the key transform, then the kernel (and its gain) on frozen activations."""
+        if self.center is not None:
+            self.center = calibration.fit.k.double().mean((0, 2)).to(self.center)
+        calibration = replace(
+            calibration,
+            kernel_prompts=self._transformed(calibration.prompts),
+            kernel_fit=self._transformed(calibration.fit),
+            kernel_validation=self._transformed(calibration.validation),
+            view=lambda kernel: _View(kernel, None, self.gain),
+            parameters=() if self.gain is None else (self.gain,),
+        )
+        return self.kernel.fit(calibration)
+
+    @torch.no_grad()
+    def error(self, data: Activations) -> LayerError:
+        """Output error on whole sequences, by the linear-time engine that will serve the layer."""
+        squared = torch.zeros(self.kernel.shape.query_heads, dtype=torch.float64)
+        energy = torch.zeros_like(squared)
+        for block in range(len(data)):
+            part = slice(block, block + 1)
+            output, _ = self(data.q[part], data.k[part], data.v[part])
+            target = softmax_outputs(data, self.kernel.shape.scale, block).double()
+            squared += (output[0].double() - target).square().sum((1, 2))
+            energy += target.square().sum((1, 2))
+        count = len(data) * data.q.shape[2] * data.v.shape[3]
+        return LayerError((squared / count).tolist(), (squared / energy).tolist())
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's decoding state with the model in fp32."""
+        shape, element = self.kernel.shape, torch.finfo(self.kernel.dtype).bits // 8
+        sums = self.kernel.state_heads * self.kernel.feature_count * (shape.value_dim + 1)
+        exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)
+        return sums * element + exact * 4
+
+    def _transformed(self, data: Activations) -> Activations:
+        return data if self.center is None else data.with_keys(data.k - self.center[:, None])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearAttention:
+        """Follow the model to another device, but never to another precision."""
+
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(keep_precision, recurse)
+        return self
+
+
+class _View:
+    """A kernel map seen through a centring of the keys and a gain on the weights."""
+
+    def __init__(self, kernel: KernelMap, center: Tensor | None, gain: Tensor | None) -> None:
+        self._kernel, self._center, self._gain = kernel, center, gain
+        self.dtype = kernel.dtype
+        self.shared_state = kernel.shared_state
+
+    def query_features(self, q: Tensor) -> Features:
+        values, log_scale = self._kernel.query_features(q)
+        return Features(values, self._with_gain(log_scale, q))
+
+    def key_features(self, k: Tensor) -> Features:
+        return self._kernel.key_features(self._see(k))
+
+    def weights(self, q: Tensor, k: Tensor) -> Weights:
+        values, query_log, key_log = self._kernel.weights(q, self._see(k))
+        return Weights(values, self._with_gain(query_log, q), key_log)
+
+    def _see(self, k: Tensor) -> Tensor:
+        return k if self._center is None else k - self._center.to(k.dtype)[:, None]
+
+    def _with_gain(self, log_scale: Tensor | None, q: Tensor) -> Tensor | None:
+        if self._gain is None:
+            return log_scale
+        gain = self._gain.to(q.dtype)[:, None, None].expand(q.shape[0], -1, q.shape[2], 1)
+        return gain if log_scale is None else log_scale + gain

@@ -1,0 +1,142 @@
+"""Output matching by gradient steps: the paper's recipe, for any kernel with parameters.
+
+Adam on the error of the normalised outputs at random causal query positions of one sequence per
+step, best validation kept (OAL paper, appendix C; SPEC section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from linearize.errors import ModelError
+from linearize.fitting.data import Calibration, FitResult, sample_positions, softmax_outputs
+from linearize.ops.features import KernelMap
+from linearize.ops.pairwise import attend
+
+__all__ = ["match_outputs"]
+
+STEPS = 1000
+LEARNING_RATE = 0.02
+POSITIONS = 32
+VALIDATE_EVERY = 100
+PATIENCE = 400
+CLIP = 10.0
+
+
+class Trainable(Protocol):
+    """A module that gives its kernel map."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters."""
+        ...
+
+    def map(self) -> KernelMap:
+        """The kernel map for the current parameters."""
+        ...
+
+
+def match_outputs(
+    kernel: Trainable,
+    calibration: Calibration,
+    *,
+    steps: int = STEPS,
+    learning_rate: float = LEARNING_RATE,
+    positions: int = POSITIONS,
+    validate_every: int = VALIDATE_EVERY,
+    patience: int = PATIENCE,
+    clip: float = CLIP,
+    head_wise: bool = True,
+    start: str = "initial",
+) -> tuple[FitResult, Tensor]:
+    """Train the kernel's parameters in place and leave the checkpoint that validates best.
+
+    Args:
+        kernel: owner of the parameters; ``map()`` gives the kernel map for their current values.
+        calibration: frozen activations of one layer.
+        head_wise: every parameter leads with the query head, so the best checkpoint is kept for
+            each head on its own; otherwise one checkpoint is kept for all.
+        steps, learning_rate, positions, validate_every, patience, clip: the recipe's numbers.
+
+    Returns:
+        the result and the best validation error of every head, ``[Hq]``.
+
+    Raises:
+        ModelError: the loss is not finite.
+    """
+    plan = calibration.plan
+    generator = calibration.generator(1)
+    parameters = [p for p in kernel.parameters() if p.requires_grad]
+    parameters += calibration.parameters
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    data, blocks = calibration.fit, len(calibration.fit)
+    tokens = data.q.shape[2]
+    check_at = sample_positions(tokens, plan.positions, calibration.generator(2))
+
+    def errors(validation: bool, block: int, at: Tensor) -> Tensor:
+        source = calibration.validation if validation else data
+        seen = calibration.kernel_validation if validation else calibration.kernel_fit
+        target = softmax_outputs(source, calibration.scale, block, at)
+        output = attend_at(calibration.view(kernel.map()), source.k, seen.k, source.q, source.v, block, at)
+        return (output - target).square().mean((1, 2))
+
+    def attend_at(
+        current: KernelMap, k: Tensor, kernel_k: Tensor, q: Tensor, v: Tensor, block: int, at: Tensor
+    ) -> Tensor:
+        return attend(
+            current,
+            q[block : block + 1, :, at],
+            k[block : block + 1],
+            v[block : block + 1],
+            scale=calibration.scale,
+            sinks=plan.sinks,
+            window=plan.window,
+            query_at=at,
+            kernel_k=kernel_k[block : block + 1],
+        )[0]
+
+    def validate() -> Tensor:
+        with torch.no_grad():
+            each = [errors(True, b, check_at) for b in range(len(calibration.validation))]
+        return torch.stack(each).mean(0)
+
+    best = validate()
+    kept = [p.detach().clone() for p in parameters]
+    curve, last_gain, recent = [], 0, torch.zeros_like(best)
+    for step in range(1, steps + 1):
+        block = int(torch.randint(blocks, (), generator=generator))
+        at = sample_positions(tokens, positions, generator)
+        each = errors(False, block, at)
+        loss = each.sum() if head_wise else each.mean()
+        if not bool(loss.isfinite()):
+            raise ModelError(
+                f"fitting layer {calibration.layer}",
+                f"a loss of {float(loss)} at step {step}",
+                "Check the model's activations for NaN, or lower the learning rate.",
+            )
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        recent = each.detach() if step == 1 else 0.98 * recent + 0.02 * each.detach()
+        curve.append(float(each.detach().mean()))
+        if step % validate_every and step != steps:
+            continue
+        now = validate()
+        better = now < best if head_wise else (now.mean() < best.mean()).expand_as(now)
+        if bool(better.any()):
+            last_gain = step
+        best = torch.where(better, now, best)
+        for keep, parameter in zip(kept, parameters, strict=True):
+            taken = better if head_wise else better[:1]
+            shape = (-1,) + (1,) * (keep.ndim - 1)
+            keep.copy_(torch.where(taken.view(shape), parameter.detach(), keep))
+        if step - last_gain >= patience:
+            break
+    with torch.no_grad():
+        for keep, parameter in zip(kept, parameters, strict=True):
+            parameter.copy_(keep)
+    return FitResult(recent.tolist(), [start] * len(best), curve), best

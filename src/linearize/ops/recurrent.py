@@ -1,0 +1,99 @@
+"""One token at a time: the decoding step, O(1) in the context length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from linearize.ops.chunked import absorb, remember_sinks, sink_mask
+from linearize.ops.features import KernelMap
+from linearize.ops.partial import Partial, exact_partial, merge, state_partial, with_ones
+from linearize.ops.state import State
+
+__all__ = ["attend"]
+
+
+def attend(
+    kernel: KernelMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    sinks: int = 0,
+    window: int = 0,
+    key_mask: Tensor | None = None,
+    state: State | None = None,
+) -> tuple[Tensor, State]:
+    """Feed tokens one by one; same arguments and results as :func:`linearize.ops.chunked.attend`."""
+    if state is None:
+        state = State.empty(kernel, q, k, v, sinks)
+    if key_mask is None:
+        key_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
+    outputs = []
+    for at in range(q.shape[2]):
+        token = slice(at, at + 1)
+        output, state = _step(
+            kernel,
+            q[:, :, token],
+            k[:, :, token],
+            v[:, :, token],
+            key_mask[:, token],
+            state,
+            scale,
+            sinks,
+            window,
+        )
+        outputs.append(output)
+    return torch.cat(outputs, dim=2), state
+
+
+def _step(
+    kernel: KernelMap,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor,
+    state: State,
+    scale: float,
+    sinks: int,
+    window: int,
+) -> tuple[Tensor, State]:
+    """Let the oldest key leave the window, add it to the state, then read everything once."""
+    dtype = kernel.dtype
+    local_k = torch.cat([state.recent_keys, k], dim=2)
+    local_v = torch.cat([state.recent_values, v], dim=2)
+    local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
+    is_sink = sink_mask(state, local_mask, sinks)
+    state = remember_sinks(state, k, v, key_mask, is_sink[:, -1:])
+    leaving = max(0, local_k.shape[2] - window)
+    if leaving:
+        gone = slice(0, leaving)
+        joins = (local_mask & ~is_sink)[:, gone]
+        u = with_ones(local_v[:, :, gone].to(dtype))
+        state = absorb(kernel, state, local_k[:, :, gone].to(dtype), u, joins)
+    keep = slice(leaving, None)
+    state = replace(
+        state,
+        recent_keys=local_k[:, :, keep],
+        recent_values=local_v[:, :, keep],
+        recent_mask=local_mask[:, keep],
+    )
+
+    query = q.to(dtype)
+    partials = [state_partial(kernel.query_features(query), state.sums, state.log_scale)]
+    if sinks or window:
+        in_state = (state.real - state.recent_mask.sum(1) > sinks)[:, None, None, None]
+        log_scale = partials[0].log_scale
+        if log_scale is None:
+            log_scale = torch.zeros_like(partials[0].sums[..., :1])
+        partials = [Partial(partials[0].sums, log_scale.masked_fill(~in_state, -torch.inf))]
+        filled = torch.arange(sinks, device=q.device) < state.real[:, None]
+        mask = torch.cat([filled, (local_mask & ~is_sink)[:, keep]], dim=1)
+        exact_k = torch.cat([state.sink_keys, state.recent_keys], dim=2).to(dtype)
+        exact_v = torch.cat([state.sink_values, state.recent_values], dim=2).to(dtype)
+        exact_u = with_ones(exact_v, mask)
+        partials.append(exact_partial(query, exact_k, exact_u, mask[:, None, None], scale))
+    return merge(partials).to(v.dtype), state

@@ -1,0 +1,72 @@
+"""The recurrent state: everything attention must remember of the tokens it has seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from linearize.ops.features import KernelMap
+
+__all__ = ["State"]
+
+
+@dataclass(frozen=True)
+class State:
+    """Constant-size state of one attention layer. Hs is Hkv for a shared state, else Hq.
+
+    Attributes:
+        sums: ``[B, Hs, F, dv + 1]``: sum of key features times ``[v; 1]`` over the keys that left the
+            window and are no sinks.
+        log_scale: ``[B, Hs, 1, 1]``: the true sums are ``sums * exp(log_scale)``; ``None`` while
+            the kernel's features carry no scale.
+        recent_keys, recent_values, recent_mask: the last ``min(window, seen)`` tokens,
+            ``[B, Hkv, w, d]``, ``[B, Hkv, w, dv]``, ``[B, w]``.
+        sink_keys, sink_values: the first real tokens, ``[B, Hkv, S, d]``, ``[B, Hkv, S, dv]``.
+        real: ``[B]`` number of real (unpadded) tokens seen; ``min(real, S)`` sinks are filled.
+    """
+
+    sums: Tensor
+    log_scale: Tensor | None
+    recent_keys: Tensor
+    recent_values: Tensor
+    recent_mask: Tensor
+    sink_keys: Tensor
+    sink_values: Tensor
+    real: Tensor
+
+    @staticmethod
+    def empty(kernel: KernelMap, q: Tensor, k: Tensor, v: Tensor, sinks: int) -> State:
+        """The state before the first token, for inputs shaped like ``q, k, v``."""
+        batch, kv_heads, _, dim = k.shape
+        one = kernel.key_features(k.detach()[:, :, :1].to(kernel.dtype))
+        heads, features = one.values.shape[1], one.values.shape[-1]
+        zeros = dict(dtype=kernel.dtype, device=k.device)
+        return State(
+            sums=torch.zeros(batch, heads, features, v.shape[-1] + 1, **zeros),
+            log_scale=None
+            if one.log_scale is None
+            else torch.full((batch, heads, 1, 1), -torch.inf, **zeros),
+            recent_keys=k[:, :, :0],
+            recent_values=v[:, :, :0],
+            recent_mask=torch.ones(batch, 0, dtype=torch.bool, device=k.device),
+            sink_keys=k.new_zeros(batch, kv_heads, sinks, dim),
+            sink_values=v.new_zeros(batch, kv_heads, sinks, v.shape[-1]),
+            real=torch.zeros(batch, dtype=torch.long, device=k.device),
+        )
+
+    def map(self, function) -> State:  # type: ignore[no-untyped-def]
+        """Apply ``function`` to every tensor (they all carry the batch first)."""
+        changed = {
+            field.name: function(value)
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None
+        }
+        return replace(self, **changed)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all tensors."""
+        tensors = (getattr(self, field.name) for field in fields(self))
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
