@@ -7,11 +7,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "linearize"
 
 LAYERS = (  # lowest first; a new top-level module or package is placed here
-    ("errors", "plan"),
+    ("errors", "versions", "plan", "output"),
     ("ops",),
+    ("grouping", "fitting"),
     ("kernels",),
     ("attention",),
-    ("models", "text", "capture", "grouping", "fit"),
+    ("interface", "models", "text", "capture"),
     ("cache", "convert", "checkpoint"),
     ("adapt", "evaluate", "diagnose", "probe", "bench"),
     ("report",),

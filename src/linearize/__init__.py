@@ -1,1 +1,21 @@
 """linearize: softmax attention of pretrained causal language models in linear time."""
+
+from linearize import evaluate, kernels, ops
+from linearize.checkpoint import load, save
+from linearize.convert import Conversion, convert
+from linearize.errors import LinearizeError
+from linearize.models import Loaded
+from linearize.plan import Plan
+
+__all__ = [
+    "Conversion",
+    "LinearizeError",
+    "Loaded",
+    "Plan",
+    "convert",
+    "evaluate",
+    "kernels",
+    "load",
+    "ops",
+    "save",
+]

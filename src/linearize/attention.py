@@ -43,7 +43,9 @@ class LinearAttention(nn.Module):
     cast to a half type.
     """
 
-    def __init__(self, kernel: Kernel, *, sinks: int = 0, window: int = 0, center: bool = False) -> None:
+    def __init__(
+        self, kernel: Kernel, *, sinks: int = 0, window: int = 0, center: bool = False
+    ) -> None:
         super().__init__()
         self.kernel = kernel
         self.sinks = sinks
@@ -54,13 +56,16 @@ class LinearAttention(nn.Module):
             self.register_buffer(
                 "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu")
             )
+        self.active = True  # false: the module falls through to the softmax it had
         self.cache_layer: Any = None  # the cache layer of the call under way, set by its pre-hook
         self.gain: nn.Parameter | None = None
         if sinks or window:
             self.gain = nn.Parameter(torch.zeros(shape.query_heads))
 
     @staticmethod
-    def from_plan(plan: Plan, shape: HeadShape, layer: int, settings: dict[str, Any] | None = None) -> LinearAttention:
+    def from_plan(
+        plan: Plan, shape: HeadShape, layer: int, settings: dict[str, Any] | None = None
+    ) -> LinearAttention:
         """The unfitted layer ``plan`` asks for; ``settings`` rebuild a stored kernel's structure."""
         cls = kernels.get(plan.kernel)
         if settings is None:

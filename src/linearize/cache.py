@@ -95,9 +95,7 @@ class LinearCacheLayer(CacheLayerMixin):
             self.state = self.state.map(function)
 
 
-def hand_over_cache(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a converted attention module: give it its layer of the cache in use.
 
     The layer transformers made for it is replaced on first use.
@@ -109,7 +107,7 @@ def hand_over_cache(
     linear: Any = module.linear_attention
     index: Any = module.layer_idx
     linear.cache_layer = None
-    if cache is None:
+    if cache is None or not linear.active:
         return
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -124,4 +122,3 @@ def hand_over_cache(
             )
         layer = cache.layers[index] = LinearCacheLayer()
     linear.cache_layer = layer
-

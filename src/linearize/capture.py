@@ -123,7 +123,7 @@ class _Pass:
                 self._model.base_model(input_ids=ids, use_cache=False)
         except _Abandoned:
             return
-        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+        except BaseException as error:
             self._report.put(error)
 
     def _stop_at(

@@ -85,7 +85,7 @@ def attention(
         if replacement is not None:
             return replacement.transpose(1, 2).contiguous(), None
     linear = getattr(module, "linear_attention", None)
-    if isinstance(linear, LinearAttention):
+    if isinstance(linear, LinearAttention) and linear.active:
         return _linear(linear, query, key, value, attention_mask), None
     output, _ = AttentionInterface()["sdpa"](
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

@@ -109,8 +109,10 @@ def load_pretrained(
             "Give a Hugging Face id (reachable or cached), a model folder, a .gguf file, or one of "
             f"{', '.join(BUNDLED)}.",
         ) from error
+    if "gguf_file" in options:
+        _forget_quantization(model)
     if device is not None:
-        model = model.to(device)
+        nn.Module.to(model, device)
     return Loaded(model.eval(), tokenizer, None, name)
 
 
@@ -149,6 +151,18 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
             "Use a model whose attention goes through ALL_ATTENTION_FUNCTIONS.",
         )
     return [found[index] for index in sorted(found)]
+
+
+def _forget_quantization(model: PreTrainedModel) -> None:
+    """GGUF weights are plain floats once loaded; only then can the model be saved and trained."""
+    for owner, attribute in (
+        (model, "hf_quantizer"),
+        (model, "quantization_method"),
+        (model, "is_quantized"),
+        (model.config, "quantization_config"),
+    ):
+        if hasattr(owner, attribute):
+            delattr(owner, attribute)
 
 
 def _bundled_file(name: str) -> Path:

@@ -80,11 +80,19 @@ def match_outputs(
         source = calibration.validation if validation else data
         seen = calibration.kernel_validation if validation else calibration.kernel_fit
         target = softmax_outputs(source, calibration.scale, block, at)
-        output = attend_at(calibration.view(kernel.map()), source.k, seen.k, source.q, source.v, block, at)
+        output = attend_at(
+            calibration.view(kernel.map()), source.k, seen.k, source.q, source.v, block, at
+        )
         return (output - target).square().mean((1, 2))
 
     def attend_at(
-        current: KernelMap, k: Tensor, kernel_k: Tensor, q: Tensor, v: Tensor, block: int, at: Tensor
+        current: KernelMap,
+        k: Tensor,
+        kernel_k: Tensor,
+        q: Tensor,
+        v: Tensor,
+        block: int,
+        at: Tensor,
     ) -> Tensor:
         return attend(
             current,
@@ -118,7 +126,7 @@ def match_outputs(
                 "Check the model's activations for NaN, or lower the learning rate.",
             )
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
         recent = each.detach() if step == 1 else 0.98 * recent + 0.02 * each.detach()

@@ -113,9 +113,7 @@ def _coefficients(factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return coefficients, torch.cat([jacobian, torch.zeros_like(jacobian[..., :1, :])], -2)
 
 
-def _loss(
-    moments: Moments, m: Tensor, derivatives: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def _loss(moments: Moments, m: Tensor, derivatives: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Loss ``[H, S]``, gradient ``[H, S, P+1]`` and Gauss-Newton matrix ``[H, S, P+1, P+1]`` in m."""
     gram, mass = moments.gram, moments.mass
     heads, count, width = mass.shape

@@ -87,7 +87,13 @@ def _segment(
     for start in range(0, q.shape[2], chunk):
         part = slice(start, start + chunk)
         output, state = _chunk(
-            kernel, q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state, **settings
+            kernel,
+            q[:, :, part],
+            k[:, :, part],
+            v[:, :, part],
+            key_mask[:, part],
+            state,
+            **settings,
         )
         outputs.append(output)
     return torch.cat(outputs, dim=2), state

@@ -45,7 +45,9 @@ def merge(partials: Sequence[Partial]) -> Tensor:
         total = sum(partial.sums for partial in partials)
     else:
         scales = [
-            torch.zeros_like(partial.sums[..., :1]) if partial.log_scale is None else partial.log_scale
+            torch.zeros_like(partial.sums[..., :1])
+            if partial.log_scale is None
+            else partial.log_scale
             for partial in partials
         ]
         reference = _finite(torch.stack(scales).amax(0).detach())

@@ -111,7 +111,7 @@ def quadratic_features(x: Tensor, coefficients: Tensor | None = None) -> Tensor:
 
     ``[..., d]`` -> ``[..., 1 + d + d(d+1)/2]``.
     """
-    features: Tensor = _QuadraticFeatures.apply(x, coefficients)  # type: ignore[no-untyped-call]
+    features: Tensor = _QuadraticFeatures.apply(x, coefficients)
     return features
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -42,12 +43,13 @@ class State:
         batch, kv_heads, _, dim = k.shape
         one = kernel.key_features(k.detach()[:, :, :1].to(kernel.dtype))
         heads, features = one.values.shape[1], one.values.shape[-1]
-        zeros = dict(dtype=kernel.dtype, device=k.device)
         return State(
-            sums=torch.zeros(batch, heads, features, v.shape[-1] + 1, **zeros),
+            sums=torch.zeros(
+                batch, heads, features, v.shape[-1] + 1, dtype=kernel.dtype, device=k.device
+            ),
             log_scale=None
             if one.log_scale is None
-            else torch.full((batch, heads, 1, 1), -torch.inf, **zeros),
+            else torch.full((batch, heads, 1, 1), -torch.inf, dtype=kernel.dtype, device=k.device),
             recent_keys=k[:, :, :0],
             recent_values=v[:, :, :0],
             recent_mask=torch.ones(batch, 0, dtype=torch.bool, device=k.device),
@@ -56,7 +58,7 @@ class State:
             real=torch.zeros(batch, dtype=torch.long, device=k.device),
         )
 
-    def map(self, function) -> State:  # type: ignore[no-untyped-def]
+    def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply ``function`` to every tensor (they all carry the batch first)."""
         changed = {
             field.name: function(value)

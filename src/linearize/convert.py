@@ -1,0 +1,318 @@
+"""Conversion: capture, fit, and put the fitted layers into the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from linearize.attention import LinearAttention
+from linearize.cache import hand_over_cache
+from linearize.capture import LayerCapture, capture
+from linearize.errors import PlanError
+from linearize.fitting import Calibration
+from linearize.grouping import contributions
+from linearize.interface import set_interface
+from linearize.kernels import HeadShape, get
+from linearize.models import AttentionLayer, Loaded, attention_layers
+from linearize.plan import Plan
+from linearize.text import Division, Source, default_text, divide, tokenize
+from linearize.versions import versions
+
+__all__ = [
+    "Conversion",
+    "ConversionReport",
+    "LayerReport",
+    "attach",
+    "convert",
+    "converted_layers",
+    "describe",
+    "original_attention",
+    "rebuild",
+]
+
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One converted layer; lists run over the query heads.
+
+    Attributes:
+        layer: zero-based index.
+        groups: dimensions of every group, bulk first, per head (kernels without groups: empty).
+        profile: contribution of every dimension, ``[Hq][d]``.
+        fit_mse: output error on the fitting positions (kernels without parameters: empty).
+        validation_mse, validation_relative: output error on the validation blocks, all positions.
+        start: which start won.
+        curve: fitting loss along the fit.
+        trainable, state_bytes: kernel parameters, and decoding state of one sequence in bytes.
+        seconds: time to fit and measure.
+    """
+
+    layer: int
+    groups: list[list[list[int]]]
+    profile: list[list[float]]
+    fit_mse: list[float]
+    validation_mse: list[float]
+    validation_relative: list[float]
+    start: list[str]
+    curve: list[float]
+    trainable: int
+    state_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """How a conversion went.
+
+    Attributes:
+        plan: the plan. base: what was converted. layers: per converted layer, ascending.
+        tokens: tokens of the text; fit_blocks, validation_blocks: block numbers used.
+        cache_bytes_per_token: what one token adds to the decoding memory of one converted layer
+            before conversion (fp32). model_layers: attention layers in all.
+        seconds: whole time. versions: of everything that matters.
+    """
+
+    plan: dict[str, Any]
+    base: str | None
+    layers: list[LayerReport]
+    tokens: int
+    fit_blocks: list[int]
+    validation_blocks: list[int]
+    model_layers: int
+    cache_bytes_per_token: int
+    seconds: float
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The converted model and the account of it."""
+
+    loaded: Loaded
+    report: ConversionReport
+
+
+def convert(
+    loaded: Loaded,
+    text: Source | None = None,
+    plan: Plan | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Replace the softmax attention of the plan's layers by fitted linear-time attention, in place.
+
+    Args:
+        loaded: a model from :func:`linearize.load`, or any transformers causal LM built in memory:
+            ``Loaded(model=..., tokenizer=None)``. The model object itself is changed.
+        text: calibration text: a string, strings, paths or token ids; the standard library's
+            documentation by default.
+        plan: what to convert and how; the paper's settings by default.
+        progress: called with (layers done, layers in all, message) after every layer.
+
+    Returns:
+        the converted model and a report per layer and head.
+
+    Raises:
+        PlanError: layers outside the model, already converted, or impossible to convert.
+        TextError: the text has fewer than two blocks. ModelError: activations are not finite, or
+            the architecture lacks the attention interface.
+    """
+    started = time.perf_counter()
+    plan = plan or Plan()
+    model = loaded.model
+    everything = attention_layers(model)
+    layers = check_layers(model, everything, plan)
+    tokens = tokenize(default_text() if text is None else text, loaded.tokenizer)
+    division = divide(tokens, plan)
+
+    blocks = [*division.prompts, *division.fit, *division.validation]
+    fitted: dict[int, LinearAttention] = {}
+    reports: list[LayerReport] = []
+    for arrived in capture(model, blocks, [layer.index for layer in layers]):
+        layer = next(one for one in layers if one.index == arrived.index)
+        linear, one = _fit_layer(arrived, layer, division, plan)
+        fitted[layer.index] = linear.to(model.device)
+        reports.append(one)
+        if progress is not None:
+            error = sum(one.validation_relative) / len(one.validation_relative)
+            progress(len(reports), len(layers), f"layer {layer.index}: relative error {error:.3f}")
+    attach(model, fitted, {layer.index: layer.name for layer in layers}, plan, loaded.ref)
+    shape = layers[0].shape
+    report = ConversionReport(
+        plan=plan.model_dump(mode="json"),
+        base=loaded.ref,
+        layers=reports,
+        tokens=len(tokens),
+        fit_blocks=division.fit_at,
+        validation_blocks=division.validation_at,
+        model_layers=len(everything),
+        cache_bytes_per_token=4 * shape.kv_heads * (shape.head_dim + shape.value_dim),
+        seconds=time.perf_counter() - started,
+    )
+    return Conversion(Loaded(model, loaded.tokenizer, plan, loaded.ref), report)
+
+
+def check_layers(
+    model: PreTrainedModel, everything: list[AttentionLayer], plan: Plan
+) -> list[AttentionLayer]:
+    """The layers to convert, or a reason why not.
+
+    Raises:
+        PlanError: outside the model, already converted, or with attention a kernel cannot honour.
+    """
+    get(plan.kernel)  # an unknown name shows before work
+    done = converted_layers(model)
+    if done:
+        raise PlanError(
+            f"converting layers {plan.layers!r}",
+            f"a model whose layers {sorted(done)} are converted already",
+            "Load the original model again.",
+        )
+    by_index = {layer.index: layer for layer in everything}
+    chosen = [by_index[i] for i in plan.layer_indices(len(everything))]
+    blocked = [layer for layer in chosen if layer.obstacles]
+    if blocked:
+        free = [layer.index for layer in everything if not layer.obstacles]
+        raise PlanError(
+            f"layer {blocked[0].index}",
+            f"attention with {' and '.join(blocked[0].obstacles)}, which linear attention would drop",
+            f"Convert only layers without: {free}." if free else "This model cannot be converted.",
+        )
+    for layer in chosen:
+        LinearAttention.from_plan(plan, layer.shape, layer.index)  # bad options show before work
+    return chosen
+
+
+def converted_layers(model: PreTrainedModel) -> dict[int, LinearAttention]:
+    """The converted layers of a model by zero-based index."""
+    found: dict[int, LinearAttention] = {}
+    for module in model.modules():
+        linear, index = (
+            getattr(module, "linear_attention", None),
+            getattr(module, "layer_idx", None),
+        )
+        if isinstance(linear, LinearAttention) and isinstance(index, int):
+            found[index] = linear
+    return found
+
+
+@contextmanager
+def original_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a converted model run with its softmax attention for a while: the reference beside it.
+
+    Caches made inside the block do not fit outside it, and the other way round.
+    """
+    layers = [linear for linear in converted_layers(model).values() if linear.active]
+    for linear in layers:
+        linear.active = False
+    try:
+        yield
+    finally:
+        for linear in layers:
+            linear.active = True
+
+
+def attach(
+    model: PreTrainedModel,
+    fitted: dict[int, LinearAttention],
+    names: dict[int, str],
+    plan: Plan,
+    base: str | None,
+) -> None:
+    """Give attention modules their linear attention, and the configuration its account of it."""
+    for index, linear in fitted.items():
+        module = model.get_submodule(names[index])
+        module.linear_attention = linear
+        module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
+    set_interface(model)
+    model.config.linearize = describe(fitted, names, plan, base)
+
+
+def describe(
+    fitted: dict[int, LinearAttention], names: dict[int, str], plan: Plan, base: str | None
+) -> dict[str, Any]:
+    """The ``linearize`` section of a configuration: all that rebuilds the structure, as JSON."""
+    return {
+        "plan": plan.model_dump(mode="json"),
+        "base": base,
+        "versions": versions(),
+        "layers": {
+            str(index): {
+                "name": names[index],
+                "shape": asdict(linear.kernel.shape),
+                "kernel": linear.kernel.settings(),
+            }
+            for index, linear in sorted(fitted.items())
+        },
+    }
+
+
+def rebuild(section: dict[str, Any]) -> tuple[dict[int, LinearAttention], dict[int, str], Plan]:
+    """Unfilled layers, module names and plan from a ``linearize`` section."""
+    plan = Plan(**section["plan"])
+    layers, names = {}, {}
+    for key, entry in section["layers"].items():
+        index = int(key)
+        names[index] = entry["name"]
+        shape = HeadShape(**entry["shape"])
+        layers[index] = LinearAttention.from_plan(plan, shape, index, entry["kernel"])
+    return layers, names, plan
+
+
+def _fit_layer(
+    arrived: LayerCapture, layer: AttentionLayer, division: Division, plan: Plan
+) -> tuple[LinearAttention, LayerReport]:
+    started = time.perf_counter()
+    first, second = len(division.prompts), len(division.prompts) + len(division.fit)
+    prompts = arrived.activations(0, first)
+    fit = arrived.activations(first, second)
+    validation = arrived.activations(second, second + len(division.validation))
+    calibration = Calibration(
+        prompts=prompts,
+        fit=fit,
+        validation=validation,
+        kernel_prompts=prompts,
+        kernel_fit=fit,
+        kernel_validation=validation,
+        scale=layer.shape.scale,
+        layer=layer.index,
+        plan=plan,
+    )
+    linear = LinearAttention.from_plan(plan, layer.shape, layer.index)
+    result = linear.fit(calibration)
+    error = linear.error(validation)
+    profile = contributions(prompts.q, prompts.k, layer.shape.scale).mean(0)
+    return linear, LayerReport(
+        layer=layer.index,
+        groups=_members(getattr(linear.kernel, "groups", None)),
+        profile=profile.tolist(),
+        fit_mse=result.fit_mse if result else [],
+        validation_mse=error.mse,
+        validation_relative=error.relative,
+        start=result.start if result else [],
+        curve=result.curve if result else [],
+        trainable=linear.kernel.trainable_numbers,
+        state_bytes=linear.state_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _members(groups: Tensor | None) -> list[list[list[int]]]:
+    if groups is None:
+        return []
+    return [
+        [(row == g).nonzero().flatten().tolist() for g in range(int(row.max()) + 1)]
+        for row in groups
+    ]
