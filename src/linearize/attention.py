@@ -17,6 +17,8 @@ from linearize.plan import Plan
 
 __all__ = ["LayerError", "LinearAttention"]
 
+EVERY_KEY = 2**62  # a window no sequence fills
+
 
 @dataclass(frozen=True)
 class LayerError:
@@ -49,17 +51,16 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.kernel = kernel
         self.sinks = sinks
-        self.window = window
+        self.window = EVERY_KEY if kernel.exact else window
         shape = kernel.shape
-        self.center: Tensor | None = None
-        if center:
-            self.register_buffer(
-                "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu")
-            )
+        self.center: Tensor | None
+        self.register_buffer(
+            "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu") if center else None
+        )
         self.active = True  # false: the module falls through to the softmax it had
         self.cache_layer: Any = None  # the cache layer of the call under way, set by its pre-hook
         self.gain: nn.Parameter | None = None
-        if sinks or window:
+        if (sinks or window) and not kernel.exact:
             self.gain = nn.Parameter(torch.zeros(shape.query_heads))
 
     @staticmethod
@@ -132,7 +133,12 @@ class LinearAttention(nn.Module):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's decoding state with the model in fp32."""
+        """Bytes of one sequence's decoding state with the model in fp32, apart from what grows.
+
+        Zero for a kernel that keeps every key.
+        """
+        if self.kernel.exact:
+            return 0
         shape, element = self.kernel.shape, torch.finfo(self.kernel.dtype).bits // 8
         sums = self.kernel.state_heads * self.kernel.feature_count * (shape.value_dim + 1)
         exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)

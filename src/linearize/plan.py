@@ -32,7 +32,8 @@ class Plan(BaseModel):
         block: tokens per fitting block.
         skip_blocks, fit_blocks, validation_blocks: how the text is divided, in this order; skipped
             blocks are never touched and serve as held-out text.
-        positions: query positions sampled per fitting and per validation block.
+        positions: query positions of a fitting block that the moments take in, at random; validation
+            blocks give four times as many.
         solver: ``"moments"`` (full-batch on sufficient statistics) or ``"adam"`` (the paper's recipe).
         eps: the floor of the quadratic kernel.
         seed: seed of every random choice.
@@ -58,7 +59,7 @@ class Plan(BaseModel):
     skip_blocks: int = Field(16, ge=0)
     fit_blocks: int = Field(8, ge=1)
     validation_blocks: int = Field(2, ge=1)
-    positions: int = Field(512, ge=1)
+    positions: int = Field(1024, ge=1)
     solver: Literal["moments", "adam"] = "moments"
     eps: float = Field(1e-6, gt=0)
     seed: int = 42

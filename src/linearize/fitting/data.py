@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,22 @@ __all__ = ["Activations", "Calibration", "FitResult", "sample_positions", "softm
 
 @dataclass(frozen=True)
 class Activations:
-    """Post-RoPE ``q [n, Hq, N, d]``, ``k [n, Hkv, N, d]``, ``v [n, Hkv, N, dv]`` of n sequences."""
+    """Post-RoPE ``q [n, Hq, N, d]``, ``k [n, Hkv, N, d]``, ``v [n, Hkv, N, dv]`` of n sequences.
+
+    ``targets`` remembers the softmax outputs computed so far, by sequence.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
+    targets: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.q.shape[0]
 
     def with_keys(self, k: Tensor) -> Activations:
         """The same with other keys (what the kernel sees after a key transform)."""
-        return replace(self, k=k)
+        return replace(self, k=k, targets={})
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,13 @@ def softmax_outputs(
     ``query_at [n]`` restricts it to some positions.
     """
     q, k, v = data.q[block], data.k[block], data.v[block]
+    if query_at is None and block in data.targets:
+        return data.targets[block]
     if query_at is None:
         output: Tensor = torch.nn.functional.scaled_dot_product_attention(
             q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
         )
+        data.targets[block] = output[0]
         return output[0]
     mask = query_at[:, None] >= torch.arange(k.shape[1], device=k.device)
     output = torch.nn.functional.scaled_dot_product_attention(

@@ -6,7 +6,7 @@ step, best validation kept (OAL paper, appendix C; SPEC section 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -17,7 +17,10 @@ from linearize.fitting.data import Calibration, FitResult, sample_positions, sof
 from linearize.ops.features import KernelMap
 from linearize.ops.pairwise import attend
 
-__all__ = ["match_outputs"]
+__all__ = ["Objective", "match_outputs"]
+
+Objective = Callable[[KernelMap, int, Tensor], Tensor]
+"""Another loss to descend: (kernel map, fitting block, query positions) -> ``[Hq]``."""
 
 STEPS = 1000
 LEARNING_RATE = 0.02
@@ -25,6 +28,7 @@ POSITIONS = 32
 VALIDATE_EVERY = 100
 PATIENCE = 400
 CLIP = 10.0
+CHECKED = 512  # positions per block on which checkpoints are compared
 
 
 class Trainable(Protocol):
@@ -51,6 +55,7 @@ def match_outputs(
     clip: float = CLIP,
     head_wise: bool = True,
     start: str = "initial",
+    objective: Objective | None = None,
 ) -> tuple[FitResult, Tensor]:
     """Train the kernel's parameters in place and leave the checkpoint that validates best.
 
@@ -60,6 +65,8 @@ def match_outputs(
         head_wise: every parameter leads with the query head, so the best checkpoint is kept for
             each head on its own; otherwise one checkpoint is kept for all.
         steps, learning_rate, positions, validate_every, patience, clip: the recipe's numbers.
+        objective: descend this loss instead of the output error, which still selects the
+            checkpoint; the result's curve is then that of the objective.
 
     Returns:
         the result and the best validation error of every head, ``[Hq]``.
@@ -74,7 +81,7 @@ def match_outputs(
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     data, blocks = calibration.fit, len(calibration.fit)
     tokens = data.q.shape[2]
-    check_at = sample_positions(tokens, plan.positions, calibration.generator(2))
+    check_at = sample_positions(tokens, CHECKED, calibration.generator(2))
 
     def errors(validation: bool, block: int, at: Tensor) -> Tensor:
         source = calibration.validation if validation else data
@@ -113,11 +120,14 @@ def match_outputs(
 
     best = validate()
     kept = [p.detach().clone() for p in parameters]
-    curve, last_gain, recent = [], 0, torch.zeros_like(best)
+    curve, last_gain = [], 0
     for step in range(1, steps + 1):
         block = int(torch.randint(blocks, (), generator=generator))
         at = sample_positions(tokens, positions, generator)
-        each = errors(False, block, at)
+        if objective is None:
+            each = errors(False, block, at)
+        else:
+            each = objective(calibration.view(kernel.map()), block, at)
         loss = each.sum() if head_wise else each.mean()
         if not bool(loss.isfinite()):
             raise ModelError(
@@ -129,7 +139,6 @@ def match_outputs(
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
-        recent = each.detach() if step == 1 else 0.98 * recent + 0.02 * each.detach()
         curve.append(float(each.detach().mean()))
         if step % validate_every and step != steps:
             continue
@@ -147,4 +156,5 @@ def match_outputs(
     with torch.no_grad():
         for keep, parameter in zip(kept, parameters, strict=True):
             parameter.copy_(keep)
-    return FitResult(recent.tolist(), [start] * len(best), curve), best
+        kept_error = torch.stack([errors(False, b, check_at) for b in range(blocks)]).mean(0)
+    return FitResult(kept_error.tolist(), [start] * len(best), curve), best

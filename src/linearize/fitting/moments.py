@@ -16,10 +16,12 @@ from torch import Tensor
 
 from linearize.fitting.data import Activations, sample_positions, softmax_outputs
 from linearize.ops.partial import exact_partial, with_ones
+from linearize.ops.quadratic import feature_count, quadratic_features
 
 __all__ = ["Moments", "pair_indices"]
 
-BUDGET = 2**25  # numbers in A of one head; positions are thinned for heads with very many groups
+BUDGET = 2**23  # numbers in A of one head; positions are thinned for heads with very many groups
+CHUNK = 512
 
 
 def pair_indices(groups: int) -> tuple[Tensor, Tensor]:
@@ -68,41 +70,26 @@ class Moments:
         count = int(groups[heads[0]].max()) + 1
         pairs = (count + 1) * (count + 2) // 2
         fitting = max(32, min(positions, BUDGET // ((pairs + 1) ** 2 * len(data))))
-        ratio = data.q.shape[1] // data.k.shape[1]
-        grams, masses = [], []
+        statistics = []
         for block in range(len(data)):
             at = sample_positions(data.q.shape[2], fitting, generator)
-            target = softmax_outputs(data, scale, block, at)
-            causal, exact = _masks(data.q.shape[2], at, sinks, window)
-            by_head = []
-            for head in heads:
-                kv = head // ratio
-                moments = _head_moments(
-                    data.q[block, head, at],
-                    kernel_k[block, kv],
-                    data.v[block, kv],
-                    groups[head],
-                    causal & ~exact,
-                    scale,
+            target = softmax_outputs(data, scale, block)[:, at]
+            by_head = [
+                _sequence_moments(
+                    data, kernel_k, groups[head], block, head, at, scale, sinks, window
                 )
-                outside = torch.zeros_like(moments[:, :1])
-                if sinks or window:
-                    part = exact_partial(
-                        data.q[block, head, at][None, None].float(),
-                        data.k[block, kv][None, None].float(),
-                        with_ones(data.v[block, kv].float())[None, None],
-                        exact,
-                        scale,
-                    )
-                    assert part.log_scale is not None
-                    reference = part.log_scale[0, 0, :, :, None].clamp(min=0)
-                    shift = torch.exp(part.log_scale[0, 0, :, :, None] - reference)
-                    outside = part.sums[0, 0][:, None] * shift
-                    moments = moments * torch.exp(-reference)
-                by_head.append(_statistics(torch.cat([moments, outside], 1), target[head]))
-            grams.append(torch.stack([gram for gram, _ in by_head]))
-            masses.append(torch.stack([mass for _, mass in by_head]))
-        return Moments(torch.cat(grams, 1), torch.cat(masses, 1), count)
+                for head in heads
+            ]
+            statistics.append(
+                [_statistics(one, target[head]) for one, head in zip(by_head, heads, strict=True)]
+            )
+        gram, mass = (
+            torch.stack(
+                [torch.cat([block[row][i] for block in statistics]) for row in range(len(heads))]
+            )
+            for i in range(2)
+        )
+        return Moments(gram, mass, count)
 
     def pooled(self) -> Moments:
         """The statistics of the learned global kernel: all groups summed into one."""
@@ -115,23 +102,100 @@ class Moments:
         return Moments(pool @ self.gram @ pool.T, self.mass @ pool.T, 1)
 
 
-def _masks(tokens: int, at: Tensor, sinks: int, window: int) -> tuple[Tensor, Tensor]:
-    key = torch.arange(tokens)
-    causal = at[:, None] >= key
-    return causal, causal & ((key < sinks) | (at[:, None] - key < window))
-
-
-def _head_moments(
-    q: Tensor, k: Tensor, v: Tensor, groups: Tensor, mask: Tensor, scale: float
+def _sequence_moments(
+    data: Activations,
+    kernel_k: Tensor,
+    groups: Tensor,
+    block: int,
+    head: int,
+    at: Tensor,
+    scale: float,
+    sinks: int,
+    window: int,
 ) -> Tensor:
-    """``q [n, d]``, ``k [N, d]``, ``v [N, dv]``, ``mask [n, N]`` -> ``T [n, P, dv + 1]``."""
+    """Moments of one sequence and head at positions ``at``: ``[n, P + 1, dv + 1]``, exact part last.
+
+    As in the chunked engine: keys that left the window before a chunk are met through the packed
+    state, those that leave inside it pair by pair.
+    """
+    kv = head // (data.q.shape[1] // data.k.shape[1])
+    q, k = data.q[block, head].float(), data.k[block, kv].float()
+    seen, u = kernel_k[block, kv].float(), with_ones(data.v[block, kv].float())
+    tokens, width = u.shape
+    outside_sinks = (torch.arange(tokens) >= sinks)[:, None]
+    readout = _PairReadout(groups, scale)
+    state = torch.zeros(readout.features, width)
+    absorbed = 0
+    parts = []
+    for start in range(0, tokens, CHUNK):
+        stop = min(start + CHUNK, tokens)
+        here = at[(at >= start) & (at < stop)]
+        gone = max(0, start - window + 1)
+        if gone > absorbed:
+            new = slice(absorbed, gone)
+            state += quadratic_features(seen[new]).T @ (u[new] * outside_sinks[new])
+            absorbed = gone
+        if not len(here):
+            continue
+        distance = here[:, None] - torch.arange(stop)
+        moments = readout(q[here], state)
+        near = slice(absorbed, stop)
+        through = (distance[:, near] >= window) & (distance[:, near] >= 0) & outside_sinks[near, 0]
+        moments = moments + _local_moments(q[here], seen[near], u[near], through, groups, scale)
+        exact = torch.zeros_like(moments[:, :1])
+        if sinks or window:
+            kept = (distance >= 0) & ((distance < window) | ~outside_sinks[:stop, 0])
+            part = exact_partial(
+                q[here][None, None], k[:stop][None, None], u[:stop][None, None], kept, scale
+            )
+            assert part.log_scale is not None
+            log_scale = part.log_scale[0, 0, :, :, None]
+            reference = log_scale.clamp(min=0)
+            exact = part.sums[0, 0][:, None] * torch.exp(log_scale - reference)
+            moments = moments * torch.exp(-reference)
+        parts.append(torch.cat([moments, exact], 1))
+    return torch.cat(parts)
+
+
+class _PairReadout:
+    """Reads the moments of all pairs from one packed state: the pairs partition its features."""
+
+    def __init__(self, groups: Tensor, scale: float) -> None:
+        dim = len(groups)
+        self.features = feature_count(dim)
+        member = torch.cat([torch.zeros(1, dtype=torch.long), groups.long() + 1])
+        rows, columns = torch.triu_indices(dim, dim)
+        zero = torch.zeros(dim + 1, dtype=torch.long)
+        first = torch.cat([member, torch.maximum(member[rows + 1], member[columns + 1])])
+        second = torch.cat([zero, torch.minimum(member[rows + 1], member[columns + 1])])
+        self._columns = [
+            ((first == g) & (second == h)).nonzero()[:, 0]
+            for g, h in zip(*pair_indices(int(groups.max()) + 1), strict=True)
+        ]
+        # s_g s_h sums ordered pairs: two for r ≠ t of one group; across groups each pair is once
+        twice = (rows != columns) & (groups[rows] == groups[columns])
+        power = torch.cat(
+            [torch.ones(1), torch.full((dim,), scale), torch.full((len(rows),), scale**2)]
+        )
+        power[1 + dim :][twice] *= 2
+        self._factor = power
+
+    def __call__(self, q: Tensor, state: Tensor) -> Tensor:
+        """``q [n, d]``, ``state [F, dv + 1]`` -> ``[n, P, dv + 1]``."""
+        features = quadratic_features(q) * self._factor
+        return torch.stack([features[:, c] @ state[c] for c in self._columns], 1)
+
+
+def _local_moments(
+    q: Tensor, k: Tensor, u: Tensor, mask: Tensor, groups: Tensor, scale: float
+) -> Tensor:
+    """``q [n, d]``, ``k [m, d]``, ``u [m, dv + 1]``, ``mask [n, m]`` -> ``T [n, P, dv + 1]``."""
     count = int(groups.max()) + 1
-    member = torch.nn.functional.one_hot(groups.long(), count).T.to(torch.float32)
-    scores = (q.float()[None] * member[:, None] * scale) @ k.float().T
-    scores = torch.cat([torch.ones_like(scores[:1]), scores])
-    u = with_ones(v.float())
+    member = torch.nn.functional.one_hot(groups.long(), count).T.to(q.dtype)
+    scores = (q[None] * member[:, None] * scale) @ k.T
+    scores = torch.cat([mask[None].to(q.dtype), scores * mask])
     pairs = zip(*pair_indices(count), strict=True)
-    return torch.stack([(scores[g] * scores[h] * mask) @ u for g, h in pairs], 1)
+    return torch.stack([(scores[g] * scores[h]) @ u for g, h in pairs], 1)
 
 
 def _statistics(moments: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

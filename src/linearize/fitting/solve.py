@@ -1,4 +1,8 @@
-"""Batched Levenberg-Marquardt on the moments: every head and every start at once."""
+"""Batched damped Newton steps on the moments: every head and every start at once.
+
+The loss is a mean of ratios of quadratic forms in ``m(L)``, so gradient and Hessian in L are exact.
+Directions of negative curvature are followed downhill (the eigenvalues' absolute values are used).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,11 @@ from torch import Tensor
 
 from linearize.fitting.moments import Moments, pair_indices
 
-__all__ = ["embed_global", "evaluate", "fit_factor", "taylor_factor"]
+__all__ = ["embed_global", "evaluate", "fit_factor", "refine_on_parts", "taylor_factor"]
 
-ITERATIONS = 80
+ITERATIONS = 60
+PART_ITERATIONS = 8
+NUDGE = 1e-3  # relative noise on every start: an embedded start is a saddle
 
 
 def taylor_factor(groups: int) -> Tensor:
@@ -49,51 +55,71 @@ def fit_factor(
         fit, validation: statistics of H heads with G groups each.
         starts: factors ``[H, G+1, G+1]``.
         eps: the kernel's floor, added to ``M_00``.
-        iterations: Levenberg-Marquardt steps.
+        iterations: Newton steps.
 
     Returns:
         the best factor ``[H, G+1, G+1]`` (fp64), its fitting error ``[H]``, the index of its start
         ``[H]`` and the curve of the mean fitting error of the best start.
     """
     factor = torch.stack(list(starts), 1).double().tril()
-    size = factor.shape[-1]
-    rows, columns = pair_indices(size - 1)
-    identity = torch.eye(len(rows), dtype=torch.float64)
+    noise = torch.randn(
+        factor.shape, generator=torch.Generator().manual_seed(0), dtype=factor.dtype
+    )
+    factor = (factor + NUDGE * factor.abs().amax((-1, -2), keepdim=True) * noise).tril()
+    rows, columns = pair_indices(factor.shape[-1] - 1)
     damping = torch.full(factor.shape[:2], 1e-3, dtype=torch.float64)
-    coefficients, jacobian = _coefficients(factor, eps)
-    loss, gradient, hessian = _loss(fit, coefficients, derivatives=True)
-    best, best_validation, best_fit = factor, _loss(validation, coefficients)[0], loss
+    loss, gradient, hessian = _derivatives(fit, factor, eps)
+    best, best_validation, best_fit = factor, evaluate(validation, factor, eps), loss
     curve = [float(loss.amin(1).mean())]
     for _ in range(iterations):
-        slope = (gradient[..., None, :] @ jacobian)[..., 0, :]
-        curvature = jacobian.transpose(-1, -2) @ hessian @ jacobian
-        scale = curvature.diagonal(dim1=-2, dim2=-1)
-        floor = scale.amax(-1, keepdim=True) * 1e-9 + 1e-30
-        system = curvature + torch.diag_embed(damping[..., None] * (scale + floor) + floor)
-        step = torch.linalg.solve(system + identity * 1e-30, -slope)
+        values, vectors = torch.linalg.eigh(hessian)
+        size = values.abs()
+        size = size + (damping[..., None] + 1e-14) * size.amax(-1, keepdim=True) + 1e-300
+        step = -(vectors @ ((gradient[..., None, :] @ vectors)[..., 0, :] / size)[..., None])
         trial = factor.clone()
-        trial[..., rows, columns] += step
-        coefficients, trial_jacobian = _coefficients(trial, eps)
-        trial_loss, trial_gradient, trial_hessian = _loss(fit, coefficients, derivatives=True)
-        better = (trial_loss < loss) & trial_loss.isfinite()
-        checked = _loss(validation, coefficients)[0]
+        trial[..., rows, columns] += step[..., 0]
+        trial_loss, trial_gradient, trial_hessian = _derivatives(fit, trial, eps)
+        better = (trial_loss < loss) & trial_hessian.isfinite().all(-1).all(-1)
+        checked = evaluate(validation, trial, eps)
         wins = better & (checked < best_validation)
         best = torch.where(wins[..., None, None], trial, best)
         best_validation = torch.where(wins, checked, best_validation)
         best_fit = torch.where(wins, trial_loss, best_fit)
-        damping = torch.where(better, damping / 4, damping * 6).clamp(1e-12, 1e12)
-        done = not bool((better & (loss - trial_loss > 1e-9 * loss)).any() or (damping < 1e6).any())
+        damping = torch.where(better, damping / 10, damping * 8).clamp(1e-12, 1e6)
+        moving = (better & (loss - trial_loss > 1e-8 * loss)) | (~better & (damping < 1e4))
         factor = torch.where(better[..., None, None], trial, factor)
-        jacobian = torch.where(better[..., None, None], trial_jacobian, jacobian)
         hessian = torch.where(better[..., None, None], trial_hessian, hessian)
         gradient = torch.where(better[..., None], trial_gradient, gradient)
         loss = torch.where(better, trial_loss, loss)
         curve.append(float(loss.amin(1).mean()))
-        if done:
+        if not bool(moving.any()):
             break
     chosen = best_validation.argmin(1)
     heads = torch.arange(len(chosen))
     return best[heads, chosen], best_fit[heads, chosen], chosen, curve
+
+
+def refine_on_parts(
+    fit: Moments, validation: Moments, factor: Tensor, eps: float, sequences: int
+) -> Tensor:
+    """Refit on parts of the fitting data and keep, per head, what validates best.
+
+    The full-batch optimum is one sample of what the fitting sequences can say. Candidates are the
+    optima without each one sequence and of each one sequence alone, reached from ``factor``
+    ``[H, G+1, G+1]`` in a few steps; validation decides, as it does between checkpoints.
+    """
+    best, error = factor, evaluate(validation, factor[:, None], eps)[:, 0]
+    if sequences < 2:
+        return best
+    parts = torch.arange(sequences).repeat_interleave(fit.mass.shape[1] // sequences)
+    for sequence in range(sequences):
+        for kept in (parts != sequence, parts == sequence):
+            part = Moments(fit.gram[:, kept], fit.mass[:, kept], fit.groups)
+            found, _, _, _ = fit_factor(part, validation, [factor], eps, PART_ITERATIONS)
+            now = evaluate(validation, found[:, None], eps)[:, 0]
+            best = torch.where((now < error)[:, None, None], found, best)
+            error = torch.minimum(error, now)
+    return best
 
 
 def _coefficients(factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -113,8 +139,22 @@ def _coefficients(factor: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return coefficients, torch.cat([jacobian, torch.zeros_like(jacobian[..., :1, :])], -2)
 
 
+def _derivatives(moments: Moments, factor: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss ``[H, S]``, gradient ``[H, S, P]`` and Hessian ``[H, S, P, P]`` in the entries of L."""
+    rows, columns = pair_indices(factor.shape[-1] - 1)
+    m, jacobian = _coefficients(factor, eps)
+    loss, slope, curvature = _loss(moments, m, derivatives=True)
+    gradient = (slope[..., None, :] @ jacobian)[..., 0, :]
+    hessian = jacobian.transpose(-1, -2) @ curvature @ jacobian
+    # m is itself quadratic in L: entries of one column interact through the slope of their pair
+    pairs = torch.zeros_like(factor)
+    pairs[..., rows, columns] = pairs[..., columns, rows] = 2 * slope[..., :-1]
+    same_column = (columns[:, None] == columns).double()
+    return loss, gradient, hessian + pairs[..., rows[:, None], rows] * same_column
+
+
 def _loss(moments: Moments, m: Tensor, derivatives: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss ``[H, S]``, gradient ``[H, S, P+1]`` and Gauss-Newton matrix ``[H, S, P+1, P+1]`` in m."""
+    """Loss ``[H, S]``, gradient ``[H, S, P+1]`` and Hessian ``[H, S, P+1, P+1]`` in m."""
     gram, mass = moments.gram, moments.mass
     heads, count, width = mass.shape
     denominator = (m @ mass.transpose(-1, -2)).clamp(min=1e-300)  # [H, S, n]
@@ -127,14 +167,12 @@ def _loss(moments: Moments, m: Tensor, derivatives: bool = False) -> tuple[Tenso
     if not derivatives:
         return loss, loss, loss
     inverse = 1 / denominator
-    weighted = image - error[..., None] * mass[:, None]
-    gradient = 2 * (inverse[..., None, :] @ weighted)[..., 0, :] / count
+    gradient = (inverse[..., None, :] @ (image - error[..., None] * mass[:, None]))[..., 0, :]
     scaled = mass[:, None] * inverse[..., None]
-    pulled = image * inverse[..., None]
-    cross = pulled.transpose(-1, -2) @ scaled
+    cross = (image * inverse[..., None]).transpose(-1, -2) @ scaled
     outer = (scaled * error[..., None]).transpose(-1, -2) @ scaled
     base = (inverse.square() @ gram.reshape(heads, count, width * width)).unflatten(
         -1, (width, width)
     )
-    hessian = 2 * (base - cross - cross.transpose(-1, -2) + outer) / count
-    return loss, gradient, hessian
+    hessian = base - 2 * (cross + cross.transpose(-1, -2)) + 3 * outer
+    return loss, 2 * gradient / count, 2 * hessian / count

@@ -52,6 +52,7 @@ class Kernel(nn.Module, ABC):
         dtype: precision of features and sums.
         shared_state: one state serves all query heads of a KV head.
         head_wise: every parameter leads with the query head, so each head is selected on its own.
+        exact: it is softmax itself; a layer keeps every key for it instead of a state.
     """
 
     name: ClassVar[str]
@@ -60,6 +61,7 @@ class Kernel(nn.Module, ABC):
     shared_state: bool = True
     dtype: torch.dtype = torch.float32
     head_wise: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
 
     def __init__(self, shape: HeadShape, *, seed: int = 0) -> None:
         super().__init__()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from linearize.fitting import Calibration, FitResult, Moments, fit_factor, match_outputs
-from linearize.fitting.solve import embed_global, taylor_factor
+from linearize.fitting.solve import embed_global, evaluate, refine_on_parts, taylor_factor
 from linearize.grouping import bootstrap_groups, contributions, fixed_groups
 from linearize.kernels.base import HeadShape, Kernel
 from linearize.ops.features import Features, KernelMap, Weights
@@ -65,7 +65,7 @@ class OAL(Kernel):
 
     def map(self) -> KernelMap:
         return GroupedQuadratic(
-            self.groups, self.factor.float(), eps=self.eps, scale=self.shape.scale
+            self.groups, self.factor, eps=self.eps, scale=self.shape.scale, dtype=self.dtype
         )
 
     def query_features(self, q: Tensor) -> Features:
@@ -124,9 +124,9 @@ class OAL(Kernel):
                 starts = self._starts(
                     _learned_global(fit, validation, self.eps), count, calibration
                 )
-            found, error, chosen, curve = fit_factor(
-                fit, validation, list(starts.values()), self.eps
-            )
+            found, _, chosen, curve = fit_factor(fit, validation, list(starts.values()), self.eps)
+            found = refine_on_parts(fit, validation, found, self.eps, len(calibration.fit))
+            error = evaluate(fit, found[:, None], self.eps)[:, 0]
             factor[heads, : count + 1, : count + 1] = found
             for row, head in enumerate(heads):
                 fit_mse[head] = float(error[row])
@@ -199,6 +199,6 @@ def _collect(
         scale=calibration.scale,
         sinks=plan.sinks,
         window=plan.window,
-        positions=plan.positions * (2 if validation else 1),
+        positions=plan.positions * (4 if validation else 1),
         generator=calibration.generator(5 if validation else 6),
     )

@@ -71,6 +71,7 @@ def kernel_attention(
             continue from a state.
     """
     _check_shapes(q, k, v, key_mask)
+    key_mask = None if key_mask is None else key_mask.bool()
     name = resolve_backend(backend, q.shape[2])
     if name == "pairwise":
         if state is not None:
@@ -155,6 +156,7 @@ def grouped_quadratic_attention(
     Raises:
         LinearizeError: shapes or group indices do not fit together.
     """
+    _check_shapes(q, k, v, key_mask)
     heads, dim = q.shape[1], q.shape[3]
     size = factor.shape[-1]
     if groups.shape != (heads, dim) or factor.shape != (heads, size, size):
@@ -196,6 +198,7 @@ def dimension_quadratic_attention(
     Raises:
         LinearizeError: shapes do not fit together.
     """
+    _check_shapes(q, k, v, key_mask)
     heads, dim = q.shape[1], q.shape[3]
     if a.shape != (heads,) or b.shape != (heads, dim) or c.shape != (heads, dim, dim):
         raise LinearizeError(

@@ -89,6 +89,7 @@ def state_partial(query: Features, sums: Tensor, log_scale: Tensor | None) -> Pa
     """Read a state ``sums [B, Hs, F, dv + 1]`` with query features ``[B, Hq, n, F]``."""
     total = query.log_scale
     if log_scale is not None:
+        log_scale = log_scale.repeat_interleave(query.values.shape[1] // log_scale.shape[1], dim=1)
         total = log_scale if total is None else total + log_scale
         total = total.expand(*query.values.shape[:3], 1)
     return Partial(_apply(query.values, sums), total)

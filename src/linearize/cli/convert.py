@@ -1,0 +1,217 @@
+"""`linearize convert`: fit linear-time attention to a model and save the converted model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from linearize import kernels
+from linearize.checkpoint import save
+from linearize.cli.common import (
+    DEFAULTS,
+    JsonOption,
+    OverwriteOption,
+    SeedOption,
+    TextOption,
+    check_texts,
+    load_model,
+    note,
+    notes,
+    parse_options,
+    progress,
+    results,
+    say,
+    store_json,
+    table,
+)
+from linearize.convert import Conversion, ConversionReport, LayerReport
+from linearize.convert import convert as convert_model
+from linearize.models import Loaded
+from linearize.output import check_writable
+from linearize.plan import Plan
+from linearize.report import Memory
+from linearize.report.figures import byte_text
+from linearize.text import Source
+
+__all__ = ["convert", "run", "show"]
+
+
+def convert(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hugging Face id, model folder, .gguf file, or smollm2-135m.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        Option("--out", metavar="DIR", help="Folder of the converted model.", show_default=False),
+    ],
+    kernel: Annotated[
+        str, Option("--kernel", help="Name of a kernel; see `linearize kernels`.")
+    ] = DEFAULTS.kernel,
+    layers: Annotated[
+        str,
+        Option("--layers", help='Zero-based layers: "3-26", "4,12,20", "all" or "middle".'),
+    ] = "middle",
+    text: TextOption = None,
+    window: Annotated[int, Option("--window", help="Latest keys kept exact.")] = DEFAULTS.window,
+    sinks: Annotated[int, Option("--sinks", help="First keys kept exact.")] = DEFAULTS.sinks,
+    center: Annotated[
+        bool, Option("--center", help="Take a fitted mean off the keys the kernel sees.")
+    ] = DEFAULTS.center,
+    groups: Annotated[
+        int | None,
+        Option("--groups", help="Groups per head, instead of as many as the data shows."),
+    ] = DEFAULTS.groups,
+    min_groups: Annotated[
+        int, Option("--min-groups", help="Fewest groups per head found in the data.")
+    ] = DEFAULTS.min_groups,
+    alpha: Annotated[
+        float, Option("--alpha", help="Share of the dimensions that may be cut off the bulk.")
+    ] = DEFAULTS.alpha,
+    gamma: Annotated[
+        float, Option("--gamma", help="Bootstrap support a cut between groups needs.")
+    ] = DEFAULTS.gamma,
+    tau: Annotated[float, Option("--tau", help="Ratio a gap between groups needs.")] = DEFAULTS.tau,
+    prompts: Annotated[
+        int, Option("--prompts", help="Prompts the groups are found on.")
+    ] = DEFAULTS.prompts,
+    block: Annotated[int, Option("--block", help="Tokens per fitting block.")] = DEFAULTS.block,
+    fit_blocks: Annotated[
+        int, Option("--fit-blocks", help="Blocks to fit on.")
+    ] = DEFAULTS.fit_blocks,
+    validation_blocks: Annotated[
+        int, Option("--validation-blocks", help="Blocks to measure the error on.")
+    ] = DEFAULTS.validation_blocks,
+    skip_blocks: Annotated[
+        int, Option("--skip-blocks", help="First blocks of the text, left untouched as held-out.")
+    ] = DEFAULTS.skip_blocks,
+    positions: Annotated[
+        int, Option("--positions", help="Query positions sampled per fitting block.")
+    ] = DEFAULTS.positions,
+    solver: Annotated[
+        str, Option("--solver", metavar="moments|adam", help="adam is the paper's recipe.")
+    ] = DEFAULTS.solver,
+    option: Annotated[
+        list[str] | None,
+        Option("--option", metavar="KEY=VALUE", help="Setting of the kernel; may be repeated."),
+    ] = None,
+    adapter_only: Annotated[
+        bool, Option("--adapter-only", help="Save the kernels only, naming their base model.")
+    ] = False,
+    overwrite: OverwriteOption = False,
+    seed: SeedOption = DEFAULTS.seed,
+    json: JsonOption = None,
+) -> None:
+    """Convert a model and save it.
+
+    Linear-time attention takes the place of softmax in the layers chosen. The weights of the model
+    stay as they are; only the kernels are fitted, on the activations that the text gives. The
+    folder is an ordinary Hugging Face folder.
+
+    Examples:
+
+    \b
+      linearize convert smollm2-135m --out out/oal
+      linearize convert smollm2-135m --out out/oal --layers 3-26 --text train.txt --block 1024
+      linearize convert my/model --out out/hybrid --kernel oal --sinks 4 --window 64 --center
+    """
+    plan = Plan(
+        kernel=kernel,
+        layers=layers,
+        window=window,
+        sinks=sinks,
+        center=center,
+        groups=groups,
+        min_groups=min_groups,
+        alpha=alpha,
+        gamma=gamma,
+        tau=tau,
+        prompts=prompts,
+        block=block,
+        fit_blocks=fit_blocks,
+        validation_blocks=validation_blocks,
+        skip_blocks=skip_blocks,
+        positions=positions,
+        solver=solver,
+        seed=seed,
+        options=parse_options(option),
+    )
+    kernels.get(plan.kernel)
+    check_writable(out, overwrite)
+    source = check_texts(text)
+    if source is None:
+        note("no --text: using the documentation that comes with Python")
+
+    conversion = run(load_model(model), source, plan)
+    show(conversion.report)
+    with notes.status(f"saving {out}"):
+        save(
+            conversion.loaded,
+            out,
+            adapter_only,
+            overwrite=overwrite,
+            report=conversion.report,
+        )
+    say(f"saved to {out}; next: linearize eval {out}, linearize report {out}")
+    store_json(json, {"folder": str(out), **conversion.report.as_dict()})
+
+
+def run(loaded: Loaded, text: Source | None, plan: Plan) -> Conversion:
+    """Convert with a progress bar over the layers."""
+    with progress("converting") as advance:
+        return convert_model(loaded, text, plan, progress=advance)
+
+
+def show(report: ConversionReport) -> None:
+    """Print a line a layer, and what the conversion comes to."""
+    made = table(
+        "layer", "groups", "relative error", "worst head", "numbers fitted", "seconds", left=0
+    )
+    for layer in report.layers:
+        made.add_row(*_row(layer))
+    results.print(made)
+    relative = [error for layer in report.layers for error in layer.validation_relative]
+    say(
+        f"converted {len(report.layers)} of {report.model_layers} layers with kernel "
+        f"{report.plan['kernel']} in {report.seconds:.0f} s: mean relative error "
+        f"{sum(relative) / len(relative):.3f}, {sum(x.trainable for x in report.layers):,} numbers fitted"
+    )
+    for line in memory_lines(Memory.of(report)):
+        say(line)
+
+
+def memory_lines(memory: Memory) -> list[str]:
+    """The decoding memory in words."""
+    if memory.state == 0:
+        return ["decoding memory: as before; this kernel keeps every key"]
+    lines = [
+        f"decoding memory (fp32): {byte_text(memory.state)} at any length"
+        + (f" and {memory.retained:,} bytes a token in retained layers" if memory.retained else "")
+        + f"; before, {memory.original:,} bytes a token"
+    ]
+    if memory.crossover is not None:
+        lines.append(f"less memory than before from {memory.crossover:,} tokens on")
+    return lines
+
+
+def _row(layer: LayerReport) -> list[Any]:
+    counts = [len(head) for head in layer.groups]
+    groups = "-" if not counts else f"{min(counts)}-{max(counts)}"
+    if counts and min(counts) == max(counts):
+        groups = str(counts[0])
+    relative = layer.validation_relative
+    return [
+        str(layer.layer),
+        groups,
+        f"{sum(relative) / len(relative):.4f}",
+        f"{max(relative):.4f}",
+        f"{layer.trainable:,}",
+        f"{layer.seconds:.1f}",
+    ]
