@@ -39,9 +39,8 @@ class LayerCapture:
     def activations(self, start: int, stop: int) -> Activations:
         """Blocks ``start … stop-1`` (of one length) as one batch, in fp32 on the CPU."""
         parts = [p.arrived for p in self._passes[start:stop]]
-        return Activations(
-            *(torch.cat([part[i] for part in parts]).float().cpu() for i in range(3))
-        )
+        q, k, v = (torch.cat([part[i] for part in parts]).float().cpu() for i in range(3))
+        return Activations(q, k, v)
 
     def replace(self, block: int, output: Tensor) -> None:
         """Let block ``block`` go on with this attention output, ``[1, Hq, N, dv]``."""

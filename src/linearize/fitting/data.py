@@ -88,22 +88,19 @@ def softmax_outputs(
 ) -> Tensor:
     """Causal softmax attention of sequence ``block``: the fitting target, ``[Hq, n, dv]``.
 
-    ``query_at [n]`` restricts it to some positions.
+    ``query_at [n]`` restricts it to some positions. Each sequence is computed once.
     """
-    q, k, v = data.q[block], data.k[block], data.v[block]
-    if query_at is None and block in data.targets:
-        return data.targets[block]
-    if query_at is None:
-        output: Tensor = torch.nn.functional.scaled_dot_product_attention(
-            q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True
-        )
-        data.targets[block] = output[0]
-        return output[0]
-    mask = query_at[:, None] >= torch.arange(k.shape[1], device=k.device)
-    output = torch.nn.functional.scaled_dot_product_attention(
-        q[None, :, query_at], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True
-    )
-    return output[0]
+    if block not in data.targets:
+        data.targets[block] = torch.nn.functional.scaled_dot_product_attention(
+            data.q[block, None],
+            data.k[block, None],
+            data.v[block, None],
+            is_causal=True,
+            scale=scale,
+            enable_gqa=True,
+        )[0]
+    outputs = data.targets[block]
+    return outputs if query_at is None else outputs[:, query_at]
 
 
 def sample_positions(tokens: int, count: int, generator: torch.Generator) -> Tensor:
