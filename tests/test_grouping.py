@@ -67,9 +67,7 @@ def draw(prompts: int, bootstrap: int, seed: int) -> list[list[int]]:
 def fast(profile: Tensor, *, seed: int = 0, bootstrap: int = 100, **changes: float) -> list:
     arguments = {"alpha": 0.25, "gamma": 0.9, "tau": 1.5, "min_groups": 2} | changes
     generator = torch.Generator().manual_seed(seed)
-    return bootstrap_groups(
-        profile, **arguments, bootstrap=bootstrap, generator=generator
-    ).tolist()
+    return bootstrap_groups(profile, **arguments, bootstrap=bootstrap, generator=generator).tolist()
 
 
 def one_head(*values: float, prompts: int = 3) -> Tensor:

@@ -7,6 +7,7 @@ mistake in it moves the logits.
 from __future__ import annotations
 
 import copy
+import tempfile
 from functools import cache
 from typing import Any
 
@@ -16,13 +17,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import linearize
 from linearize import Loaded, Plan
 from linearize.attention import LinearAttention
 from linearize.convert import attach, check_layers, converted_layers
+from linearize.interface import recording, use_interface
 from linearize.models import attention_layers
 
 VOCAB = 99
@@ -226,3 +228,40 @@ def tokenizer(*, bos: bool = False) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", padding_side="left"
     )
+
+
+def recorded(of: PreTrainedModel, ids: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+    """Queries, keys and values of every layer in one ordinary pass over one sequence."""
+    seen = {}
+
+    def keep(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> None:
+        seen[module.layer_idx] = (q.clone(), k.clone(), v.clone())
+
+    with use_interface(of), recording(keep):
+        logits(of, ids[None])
+    return seen
+
+
+FORMS = ("fresh", "loaded", "adapter")
+
+
+@cache
+def shared(variant: str = "oal", form: str = "fresh") -> Loaded:
+    """A converted tiny Llama that tests only read: fresh, saved and loaded, or as an adapter."""
+    fresh = converted(variant)
+    if form == "fresh":
+        return fresh
+    with tempfile.TemporaryDirectory() as folder:
+        linearize.save(fresh, folder, adapter_only=form == "adapter", overwrite=True)
+        return linearize.load(folder, base=loaded() if form == "adapter" else None)
+
+
+@torch.no_grad()
+def decode(of: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Any = None) -> Any:
+    """Feed ``ids [B, N]`` in parts of these sizes through one cache -> (logits, cache)."""
+    parts = []
+    for part in ids.split(sizes, dim=1):
+        output = of(input_ids=part, cache=cache, use_cache=True)
+        cache = output.cache
+        parts.append(output.logits)
+    return torch.cat(parts, 1), cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,9 @@ from linearize.kernels import HeadShape, Kernel
 from linearize.ops import Features, KernelMap, State, Weights, kernel_attention
 from linearize.plan import Plan
 
-__all__ = ["LayerError", "LinearAttention"]
+__all__ = ["LayerError", "LinearAttention", "Part"]
 
+Part = Literal["both", "exact", "kernel"]
 EVERY_KEY = 2**62  # a window no sequence fills
 
 
@@ -40,6 +41,9 @@ class LinearAttention(nn.Module):
         sinks, window: how many first and latest keys stay exact.
         center: whether the kernel sees ``k - center``; softmax is unchanged by such a shift.
 
+    ``part`` restricts the layer to its exact keys or to its kernel, to see what each is worth;
+    with ``"kernel"`` every key goes through the kernel.
+
     A kernel that stands beside exact keys gets a learned gain (a log-scale per query head), so that
     the two parts agree on their size. Parameters and buffers keep their precision when the model is
     cast to a half type.
@@ -57,6 +61,7 @@ class LinearAttention(nn.Module):
         self.register_buffer(
             "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu") if center else None
         )
+        self.part: Part = "both"
         self.active = True  # false: the module falls through to the softmax it had
         self.cache_layer: Any = None  # the cache layer of the call under way, set by its pre-hook
         self.gain: nn.Parameter | None = None
@@ -92,8 +97,8 @@ class LinearAttention(nn.Module):
             k,
             v,
             scale=self.kernel.shape.scale,
-            sinks=self.sinks,
-            window=self.window,
+            sinks=0 if self.part == "kernel" else self.sinks,
+            window=0 if self.part == "kernel" else self.window,
             key_mask=key_mask,
             state=state,
             backend=backend,
@@ -101,7 +106,10 @@ class LinearAttention(nn.Module):
 
     def map(self) -> KernelMap:
         """The kernel map as this layer presents it: transformed keys, gain applied."""
-        return _View(self.kernel.map(), self.center, self.gain)
+        gain: Tensor | None = self.gain
+        if self.part == "exact":  # weights of zero: only the exact keys speak
+            gain = torch.full((self.kernel.shape.query_heads,), -torch.inf, device=self._device)
+        return _View(self.kernel.map(), self.center, gain)
 
     def fit(self, calibration: Calibration) -> FitResult | None:
         """Fit the key transform, then the kernel (and its gain) on frozen activations."""
@@ -109,9 +117,9 @@ class LinearAttention(nn.Module):
             self.center = calibration.fit.k.double().mean((0, 2)).to(self.center)
         calibration = replace(
             calibration,
-            kernel_prompts=self._transformed(calibration.prompts),
-            kernel_fit=self._transformed(calibration.fit),
-            kernel_validation=self._transformed(calibration.validation),
+            kernel_prompts=self.transformed(calibration.prompts),
+            kernel_fit=self.transformed(calibration.fit),
+            kernel_validation=self.transformed(calibration.validation),
             view=lambda kernel: _View(kernel, None, self.gain),
             parameters=() if self.gain is None else (self.gain,),
         )
@@ -144,8 +152,14 @@ class LinearAttention(nn.Module):
         exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)
         return sums * element + exact * 4
 
-    def _transformed(self, data: Activations) -> Activations:
+    def transformed(self, data: Activations) -> Activations:
+        """The activations with the keys as the kernel sees them."""
         return data if self.center is None else data.with_keys(data.k - self.center[:, None])
+
+    @property
+    def _device(self) -> torch.device:
+        tensors = [*self.parameters(), *self.buffers()]
+        return tensors[0].device if tensors else torch.device("cpu")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LinearAttention:
         """Follow the model to another device, but never to another precision."""

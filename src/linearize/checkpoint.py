@@ -158,8 +158,13 @@ def _load_converted(
                 attach(self, layers, names, plan, section.get("base"))
 
         Converted.__name__ = Converted.__qualname__ = base.__name__
+        Converted.__module__ = base.__module__  # else transformers takes it for custom code
         model, info = Converted.from_pretrained(
-            str(folder), config=config, dtype=dtype or "auto", output_loading_info=True
+            str(folder),
+            config=config,
+            dtype=dtype or "auto",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except LinearizeError:
         raise

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "BackendError",
+    "CheckpointError",
+    "LinearizeError",
+    "ModelError",
+    "OutputError",
+    "PlanError",
+    "TextError",
+]
+
 
 class LinearizeError(Exception):
     """Base of every error raised on purpose.

@@ -123,8 +123,7 @@ def _key_mask(mask: Tensor, queries: int) -> Tensor:
     at = torch.arange(keys - queries, keys, device=mask.device)
     causal = at[:, None] >= torch.arange(keys, device=mask.device)
     expected = (causal & key_mask[:, None])[:, None]
-    real_query = key_mask[:, -queries:][:, None, :, None]
-    if additive or bool(((allowed != expected) & real_query).any()):
+    if additive or bool((allowed != expected).any()):
         raise ModelError(
             f"an attention mask of shape {tuple(mask.shape)}",
             "a pattern other than causal attention with padding, which linear layers cannot honour",

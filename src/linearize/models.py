@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -101,7 +102,7 @@ def load_pretrained(
     try:
         model = AutoModelForCausalLM.from_pretrained(str(place), **options)
         tokenizer = AutoTokenizer.from_pretrained(str(place), **tokenizer_options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
             f"model {name!r}",

@@ -51,6 +51,7 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         scratch.mkdir(parents=True)
         yield scratch
+        _open_up(scratch)
         old = folder.with_name(f".{folder.name}.replaced")
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
@@ -63,6 +64,15 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _open_up(folder: Path) -> None:
+    """Give files the permissions new files have here; some writers make them private."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(0o666 & ~mask)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -83,7 +84,7 @@ class Plan(BaseModel):
         if isinstance(value, str):
             parse_layers(value, None)
             return value
-        return tuple(value)
+        return tuple(value) if isinstance(value, Iterable) else value
 
     @model_validator(mode="after")
     def _prompt_fits_block(self) -> Plan:

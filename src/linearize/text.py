@@ -16,6 +16,7 @@ from linearize.plan import Plan
 
 __all__ = ["Division", "Source", "default_text", "divide", "split_blocks", "tokenize"]
 
+SUFFIXES = (".txt", ".raw", ".jsonl", ".json", ".md", ".text")
 Source = str | Path | Sequence[str] | Sequence[Path] | Tensor
 
 
@@ -70,12 +71,13 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> Tenso
 
 
 def read(part: str | Path) -> str:
-    """A text: the string itself, or the content of a path (also of a string that names a file).
+    """A text: the string itself, or the content of a path (also of a string that names a file or
+    looks like the name of one).
 
     Raises:
         TextError: the file is missing, not text, or a JSONL line lacks ``text``.
     """
-    if isinstance(part, str) and ("\n" in part or len(part) > 255 or not Path(part).is_file()):
+    if isinstance(part, str) and not _names_a_file(part):
         return part
     path = Path(part)
     try:
@@ -134,9 +136,17 @@ def divide(tokens: Tensor, plan: Plan) -> Division:
     )
 
 
+def _names_a_file(text: str) -> bool:
+    """Whether a string is a path: of an existing file, or one word that ends like a file name."""
+    if "\n" in text or len(text.encode()) > 255:
+        return False
+    word = not any(letter.isspace() for letter in text)
+    return Path(text).is_file() or (word and Path(text).suffix.lower() in SUFFIXES)
+
+
 def _jsonl(path: Path, content: str) -> str:
     texts = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -105,6 +105,13 @@ def test_a_folder_with_content_is_left_alone(run, tmp_path: Path, verb: str) -> 
     assert listing(tmp_path) == before
 
 
+@pytest.mark.parametrize("place", ["", "file/result.json"])
+def test_json_that_could_not_be_written_is_refused_first(run, tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("no folder")
+    given = ["--out", tmp_path / "out", "--json", tmp_path / place]
+    refused(run("convert", tmp_path / "nowhere", *given), f"output file {tmp_path / place}")
+
+
 def test_a_failed_overwrite_leaves_the_old_folder(run, converted: Path, base, text: Path) -> None:
     before = listing(converted)
     given = ["--overwrite", "--layers", "9", "--text", text, *SMALL]

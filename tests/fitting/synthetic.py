@@ -14,7 +14,9 @@ HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 3
 SCALE = DIM**-0.5
 
 
-def activations(blocks: int = 2, tokens: int = 24, *, seed: int = 0, size: float = 1.0) -> Activations:
+def activations(
+    blocks: int = 2, tokens: int = 24, *, seed: int = 0, size: float = 1.0
+) -> Activations:
     """Queries and keys whose last two coordinates are larger and carry a common offset."""
     g = torch.Generator().manual_seed(seed)
     weight = torch.tensor([0.4, 0.5, 0.6, 0.7, 1.4, 2.0]) * size

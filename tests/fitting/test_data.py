@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fitting.synthetic import SCALE, activations, calibration
-from ops import definition
-from tolerances import assert_close
 
+from fitting.synthetic import SCALE, activations, calibration
 from linearize.fitting import softmax_outputs
 from linearize.fitting.data import sample_positions
 from linearize.plan import Plan
+from ops import definition
+from tolerances import assert_close
 
 
 @pytest.mark.parametrize("at", [None, [0], [0, 3, 11], list(range(12))])

@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fitting.synthetic import HEADS, KV_HEADS, SCALE, calibration
-from ops import definition
 from torch import Tensor, nn
 
+from fitting.synthetic import HEADS, KV_HEADS, SCALE, calibration
 from linearize.attention import LinearAttention
 from linearize.errors import ModelError
 from linearize.fitting import Calibration, match, match_outputs
 from linearize.kernels import HeadShape, oal
 from linearize.kernels.oal import OAL
 from linearize.plan import Plan
+from ops import definition
 
 SHAPE = HeadShape(HEADS, KV_HEADS, 6, 3, SCALE)
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fitting.synthetic import HEADS, KV_HEADS, SCALE, activations
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops import definition
 from torch import Tensor
 
+from fitting.synthetic import HEADS, KV_HEADS, SCALE, activations
 from linearize.fitting import Activations, Moments, moments
 from linearize.fitting.data import sample_positions
 from linearize.fitting.solve import evaluate
+from ops import definition
 
 RELATIVE = 2e-5  # the moments are summed in fp32, the definition in fp64
 
@@ -36,9 +36,7 @@ def direct_loss(
     kv = head // (HEADS // KV_HEADS)
     q, v = data.q[:, head : head + 1], data.v[:, kv : kv + 1]
     k, seen = data.k[:, kv : kv + 1], kernel_k[:, kv : kv + 1]
-    weight = definition.grouped_weight(
-        groups[head : head + 1], factor[None], eps=eps, scale=SCALE
-    )
+    weight = definition.grouped_weight(groups[head : head + 1], factor[None], eps=eps, scale=SCALE)
     student = definition.attention(weight, q, seen, v, scale=SCALE, sinks=sinks, window=window)
     target = definition.attention(None, q, k, v, scale=SCALE)
     errors = (student - target).square().mean(-1)[:, 0]

@@ -1,20 +1,24 @@
 """The solver: exact derivatives, selection by validation, and recovery of a kernel it should find."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from fitting.synthetic import HEADS, SCALE, activations, teacher
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerances import assert_close
 from torch import Tensor
 
+from fitting.synthetic import HEADS, SCALE, activations, teacher
 from linearize.fitting import Activations, Moments, fit_factor, moments
 from linearize.fitting.solve import _derivatives, embed_global, evaluate, taylor_factor
 from linearize.ops import grouped_quadratic_attention
 from linearize.ops.quadratic import GroupedQuadratic
+from tolerances import assert_close
 
 EPS = 1e-6
-GROUPS = torch.tensor([[0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 1, 2], [0, 1, 0, 0, 2, 2], [0, 0, 1, 1, 2, 0]])
+GROUPS = torch.tensor(
+    [[0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 1, 2], [0, 1, 0, 0, 2, 2], [0, 0, 1, 1, 2, 0]]
+)
 
 
 def random_moments(heads: int, count: int, groups: int, *, seed: int = 0) -> Moments:
@@ -155,7 +159,7 @@ def test_the_reported_error_is_that_of_the_returned_factor() -> None:
     found, error, chosen, curve = fit_factor(fit, validation, starts, EPS)
     torch.testing.assert_close(evaluate(fit, found[:, None], EPS)[:, 0], error)
     assert set(chosen.tolist()) <= {0, 1}
-    assert all(later <= earlier for earlier, later in zip(curve, curve[1:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(curve))
     for start in starts:
         assert bool(
             (

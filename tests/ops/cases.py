@@ -8,9 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linearize.ops import dimension_quadratic_attention, grouped_quadratic_attention
-from linearize.ops.chunked import attend as chunked_attend
-from linearize.ops.quadratic import DimensionQuadratic, GroupedQuadratic
+from linearize.ops.quadratic import GroupedQuadratic
 
 __all__ = ["Case", "make", "random_cases"]
 

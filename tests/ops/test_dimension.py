@@ -5,13 +5,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from hypothesis import given, settings
-from ops import definition
-from ops.cases import Case, make, random_cases
-from tolerances import assert_close
 from torch import Tensor
 
 from linearize.ops import dimension_quadratic_attention, grouped_quadratic_attention
 from linearize.ops.quadratic import quadratic_features
+from ops import definition
+from ops.cases import Case, make, random_cases
+from tolerances import assert_close
 
 ENGINES = ("pairwise", "chunked", "recurrent")
 
@@ -114,9 +114,7 @@ def test_the_state_does_not_depend_on_the_coefficients() -> None:
     u = torch.cat([value, torch.ones(9, 1, dtype=value.dtype)], 1)
     rows = [u.sum(0)]
     rows += [(key[:, r, None] * u).sum(0) for r in range(4)]
-    rows += [
-        (key[:, r, None] * key[:, t, None] * u).sum(0) for r in range(4) for t in range(r, 4)
-    ]
+    rows += [(key[:, r, None] * key[:, t, None] * u).sum(0) for r in range(4) for t in range(r, 4)]
     assert_close(states[0][0, 1], torch.stack(rows), torch.float64, "output")
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ops.cases import make
 
 from linearize.errors import BackendError, LinearizeError
 from linearize.ops import (
@@ -11,6 +10,7 @@ from linearize.ops import (
     grouped_quadratic_attention,
     resolve_backend,
 )
+from ops.cases import make
 
 CASE = make(batch=2, kv_heads=2, ratio=2, tokens=6, dim=4, value_dim=3, groups=2)
 GOOD = {

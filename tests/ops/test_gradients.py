@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops.cases import Case, make, random_cases
-from tolerances import assert_close
 from torch import Tensor
 
 from linearize.ops import State, chunked, dimension_quadratic_attention, kernel_attention
@@ -15,6 +13,8 @@ from linearize.ops import grouped_quadratic_attention as grouped
 from linearize.ops.pairwise import attend as pairwise_attend
 from linearize.ops.quadratic import GroupedQuadratic
 from linearize.ops.recurrent import attend as recurrent_attend
+from ops.cases import Case, make, random_cases
+from tolerances import assert_close
 
 ENGINES = ("pairwise", "chunked", "recurrent")
 NAMES = ("q", "k", "v", "factor")

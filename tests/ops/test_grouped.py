@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops import definition
-from ops.cases import Case, make, random_cases
-from tolerances import assert_close, bound
 from torch import Tensor
 
 from linearize.ops import State, grouped_quadratic_attention
 from linearize.ops.quadratic import GroupedQuadratic
+from ops import definition
+from ops.cases import Case, make, random_cases
+from tolerances import assert_close, bound
 
 ENGINES = ("pairwise", "chunked", "recurrent")
 LENGTHS = (1, 2, 8, 15, 17, 63, 64, 65, 67, 130)
@@ -144,16 +144,14 @@ def test_query_heads_share_their_kv_head(ratio: int) -> None:
     k, v = (x.repeat_interleave(ratio, dim=1) for x in (shared.k, shared.v))
     apart = Case(shared.q, k, v, shared.groups, shared.factor)
     for backend in ENGINES:
-        assert_close(
-            run(shared, backend), run(apart, backend), torch.float32, "output", backend
-        )
+        assert_close(run(shared, backend), run(apart, backend), torch.float32, "output", backend)
         assert_close(run(shared, backend), expected(shared), torch.float32, "output", backend)
 
 
 @settings(max_examples=60)
 @given(case=random_cases(hybrid=False), data=st.data())
 def test_resuming_at_any_splits_equals_one_call(case: Case, data: st.DataObject) -> None:
-    cuts = data.draw(st.lists(st.integers(1, case.tokens), max_size=3)) + [case.tokens]
+    cuts = [*data.draw(st.lists(st.integers(1, case.tokens), max_size=3)), case.tokens]
     state, outputs, start = None, [], 0
     for stop in sorted(set(cuts)):
         part = slice(start, stop)
@@ -333,6 +331,22 @@ def test_fp32_inputs_stay_within_the_table() -> None:
     wanted = expected(case)
     for backend in ENGINES:
         assert_close(run(case, backend), wanted, torch.float32, "output", backend)
+
+
+@pytest.mark.parametrize("backend", ENGINES)
+def test_a_token_that_sees_only_itself_returns_its_value(backend: str) -> None:
+    """Whatever its weight: with ``κ = (1 - s)² + 1e-6`` and s near 1 all that is left is the floor.
+
+    Numerator and denominator must then be rounded alike, or the quotient is off by percents.
+    """
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(500, 1, 1, 8, generator=g) for _ in range(2))
+    q = q / (q * k).sum(-1, keepdim=True)  # s = 1 up to rounding
+    v = torch.randn(500, 1, 1, 3, generator=g)
+    groups = torch.zeros(1, 8, dtype=torch.long)
+    factor = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]])
+    output = grouped_quadratic_attention(q, k, v, groups, factor, scale=1.0, backend=backend)
+    assert_close(output, v, torch.float32, "output")
 
 
 def test_auto_equals_the_backend_it_names() -> None:

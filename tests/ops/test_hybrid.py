@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops import definition
-from ops.cases import Case, make, random_cases
-from tolerances import assert_close
 from torch import Tensor
 
 from linearize.ops import Features, State, Weights, chunked, kernel_attention, recurrent
+from ops import definition
+from ops.cases import Case, make, random_cases
+from tolerances import assert_close
 
 ENGINES = ("pairwise", "chunked", "recurrent")
 LENGTHS = (1, 2, 8, 15, 17, 63, 64, 65, 130)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ops.cases import make
 from torch.profiler import ProfilerActivity, profile
 
 from linearize.ops import kernel_attention
+from ops.cases import make
 
 
 def peak_bytes(tokens: int, *, sinks: int, window: int, gradient: bool) -> tuple[int, int]:

@@ -11,7 +11,9 @@ import typer
 from linearize.cli.common import Verbs, quiet
 from linearize.cli.convert import convert
 from linearize.cli.demo import demo
+from linearize.cli.diagnose import diagnose
 from linearize.cli.evaluate import evaluate
+from linearize.cli.fidelity import fidelity
 from linearize.cli.generate import generate
 from linearize.cli.kernels import kernels
 from linearize.cli.report import report
@@ -22,6 +24,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "convert": convert,
     "eval": evaluate,
+    "fidelity": fidelity,
+    "diagnose": diagnose,
     "generate": generate,
     "report": report,
     "kernels": kernels,

@@ -28,7 +28,7 @@ from transformers.utils import logging
 from typer.core import TyperGroup
 
 from linearize.checkpoint import load
-from linearize.errors import LinearizeError, PlanError
+from linearize.errors import LinearizeError, OutputError, PlanError
 from linearize.models import Loaded
 from linearize.output import write_json
 from linearize.plan import Plan
@@ -41,6 +41,7 @@ __all__ = [
     "SeedOption",
     "TextOption",
     "Verbs",
+    "check_file",
     "check_texts",
     "load_model",
     "note",
@@ -61,9 +62,29 @@ notes = Console(stderr=True, highlight=False)  # progress, on standard error
 DEBUG = "LINEARIZE_DEBUG"
 DEFAULTS = Plan()  # the settings nobody chose
 
+
+def check_file(path: Path | None) -> Path | None:
+    """Refuse a path that could not be written once the work is done.
+
+    Raises:
+        OutputError: it is a folder, or lies where nothing can be written.
+    """
+    if path is None:
+        return None
+    place = path.absolute().parent
+    while not place.exists():
+        place = place.parent
+    if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        found = "a folder of that name" if path.is_dir() else f"{place}, which is not writable"
+        raise OutputError(f"output file {path}", found, "Choose another path.")
+    return path
+
+
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write the result as JSON."),
+    typer.Option(
+        "--json", metavar="FILE", callback=check_file, help="Also write the result as JSON."
+    ),
 ]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed of every random choice.")]
 OverwriteOption = Annotated[
@@ -156,7 +177,13 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A progress bar on standard error; the function it gives takes (done, in all, message)."""
+    """A progress bar on standard error; the function it gives takes (done, in all, message).
+
+    In a log file, where no bar can move, each step is a line.
+    """
+    if not notes.is_terminal:
+        yield lambda done, total, message: note(f"{title} {done}/{total} {message}")
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),

@@ -39,9 +39,9 @@ __all__ = ["demo"]
 
 MODEL = "smollm2-135m"
 PLAN = Plan(kernel="oal", layers="3-26", sinks=4, window=64, center=True, block=1024)
-HELD_OUT = 8  # blocks of PLAN.block, from the start of the text, which fitting skips
+HELD_OUT = 6  # blocks of PLAN.block, from the start of the text, which fitting skips
 PROMPT_TOKENS = 256  # of the first block after those: longer than the window, so that state is read
-NEW_TOKENS = 48
+NEW_TOKENS = 32
 LENGTHS = (1024, 8192, 131072)  # context lengths of the table
 
 

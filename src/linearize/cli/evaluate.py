@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from linearize.attention import Part
 from linearize.checkpoint import REPORT
 from linearize.cli.common import (
     JsonOption,
@@ -23,7 +24,8 @@ from linearize.cli.common import (
     store_json,
     table,
 )
-from linearize.convert import converted_layers, original_attention
+from linearize.convert import converted_layers, only_part, original_attention
+from linearize.errors import PlanError
 from linearize.evaluate import Perplexity, perplexity
 from linearize.models import Loaded
 from linearize.output import write_json
@@ -33,6 +35,10 @@ from linearize.versions import versions
 
 __all__ = ["DEFAULT_TEXT", "evaluate", "record", "show"]
 
+PARTS: dict[str, Part] = {
+    "exact keys only (linear part off)": "exact",
+    "kernel only (sinks and window off)": "kernel",
+}
 DEFAULT_TEXT = "the documentation that comes with Python"
 
 
@@ -55,6 +61,13 @@ def evaluate(
         bool,
         Option("--reference/--no-reference", help="Measure softmax beside a converted model."),
     ] = True,
+    ablate_linear: Annotated[
+        bool,
+        Option(
+            "--ablate-linear",
+            help="Also score the exact keys alone (linear part off) and the kernel alone.",
+        ),
+    ] = False,
     json: JsonOption = None,
 ) -> None:
     """Measure perplexity on blocks of a text.
@@ -74,6 +87,8 @@ def evaluate(
     if paths is None:
         note(f"no --text: using {DEFAULT_TEXT}")
     loaded = load_model(model)
+    if paths is None and converted_layers(loaded.model):
+        note("a conversion without --text fits on parts of it: give --text for held-out perplexity")
     source: Source = paths or default_text()
     names = [str(path) for path in paths] if paths else [DEFAULT_TEXT]
 
@@ -83,9 +98,14 @@ def evaluate(
     if reference and converted_layers(loaded.model):
         with original_attention(loaded.model):
             softmax = _measure("softmax reference", loaded, source, block, blocks, batch)
-    result = record(
-        model, names, measured, softmax, batch=batch, seconds=time.perf_counter() - started
-    )
+    parts: dict[str, Perplexity] = {}
+    if ablate_linear:
+        check_hybrid(loaded)
+        for name, part in PARTS.items():
+            with only_part(loaded.model, part):
+                parts[name] = _measure(name, loaded, source, block, blocks, batch)
+    seconds = time.perf_counter() - started
+    result = record(model, names, measured, softmax, batch=batch, seconds=seconds, parts=parts)
     show(result, converted=bool(converted_layers(loaded.model)))
     if (Path(model) / REPORT).is_file():
         write_json(Path(model) / EVALUATION, result)
@@ -100,6 +120,7 @@ def record(
     *,
     batch: int,
     seconds: float,
+    parts: dict[str, Perplexity] | None = None,
 ) -> dict[str, Any]:
     """The result as JSON, as reports read it."""
     return {
@@ -112,6 +133,7 @@ def record(
         "perplexity": measured.value,
         "softmax_perplexity": None if softmax is None else softmax.value,
         "ratio": None if softmax is None else measured.value / softmax.value,
+        "parts": {name: asdict(one) for name, one in (parts or {}).items()},
         "details": {
             "model": asdict(measured),
             "softmax": None if softmax is None else asdict(softmax),
@@ -125,11 +147,12 @@ def show(result: dict[str, Any], converted: bool) -> None:
     """Print the perplexities and what they were measured on."""
     made = table("model", "perplexity", "nats per token", "ratio")
     details = result["details"]
-    if details["softmax"] is not None:
+    softmax = details["softmax"]
+    if softmax is not None:
         made.add_row(
             "softmax, same weights",
             f"{result['softmax_perplexity']:.3f}",
-            f"{details['softmax']['nll']:.4f}",
+            f"{softmax['nll']:.4f}",
             "1",
         )
     made.add_row(
@@ -138,11 +161,29 @@ def show(result: dict[str, Any], converted: bool) -> None:
         f"{details['model']['nll']:.4f}",
         "-" if result["ratio"] is None else f"{result['ratio']:.3f}",
     )
+    for name, one in result["parts"].items():
+        ratio = "-" if softmax is None else f"{one['value'] / result['softmax_perplexity']:.3f}"
+        made.add_row(name, f"{one['value']:.3f}", f"{one['nll']:.4f}", ratio)
     results.print(made)
     say(
         f"per token, {result['targets']:,} tokens scored in {result['blocks']} blocks of "
         f"{result['block']:,}, {result['seconds']:.0f} s; text: {', '.join(result['text'])}"
     )
+
+
+def check_hybrid(loaded: Loaded) -> None:
+    """Refuse to ablate what has no two parts.
+
+    Raises:
+        PlanError: the model is not converted, or keeps no key exact.
+    """
+    plan = loaded.plan
+    if plan is None or not (plan.sinks or plan.window):
+        raise PlanError(
+            "--ablate-linear",
+            "an unconverted model" if plan is None else "a model without sinks and window",
+            "Use it on a model converted with --sinks or --window.",
+        )
 
 
 def _measure(

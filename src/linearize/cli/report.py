@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from linearize.cli.common import JsonOption, say, store_json
+from linearize.cli.common import JsonOption, check_file, say, store_json
 from linearize.report import read, write
 
 __all__ = ["report"]
@@ -23,7 +23,13 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        Option("--out", metavar="FILE", help="Where to write.", show_default="DIR/report.html"),
+        Option(
+            "--out",
+            metavar="FILE",
+            callback=check_file,
+            help="Where to write.",
+            show_default="DIR/report.html",
+        ),
     ] = None,
     json: JsonOption = None,
 ) -> None:

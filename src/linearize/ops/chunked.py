@@ -152,9 +152,9 @@ def _chunk(
     keep = slice(leaving, None)
     return output, replace(
         state,
-        recent_keys=local_k[:, :, keep],
-        recent_values=local_v[:, :, keep],
-        recent_mask=local_mask[:, keep],
+        recent_keys=local_k[:, :, keep].clone(),  # no view that keeps the whole chunk alive
+        recent_values=local_v[:, :, keep].clone(),
+        recent_mask=local_mask[:, keep].clone(),
     )
 
 

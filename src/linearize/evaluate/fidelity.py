@@ -1,0 +1,531 @@
+"""Frozen-attention fidelity: how far each kernel is from softmax on a model's own activations.
+
+Kernels are fitted layer by layer with queries, keys and values frozen, then compared with softmax on
+held-out sequences (OAL paper, table 2; SPEC section 5). With ``Ŷ_b`` the kernel's and ``Y_b`` the
+softmax output of sequence b, all heads of the layers considered in one tensor of ``n_b`` numbers,
+
+    ``MSE = mean_b ‖Ŷ_b − Y_b‖² / n_b``        ``RelMSE = mean_b ‖Ŷ_b − Y_b‖² / ‖Y_b‖²``,
+
+before the output projection ``W_o`` (the heads' outputs) and after it (the heads concatenated in
+order, then the model's frozen projection). Over several layers squares are summed inside a sequence
+before the ratio is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from linearize.attention import LinearAttention
+from linearize.capture import LayerCapture, capture
+from linearize.convert import calibrate, check_layers
+from linearize.errors import CheckpointError, ModelError, PlanError
+from linearize.fitting import Activations, softmax_outputs
+from linearize.kernels import HeadShape, get
+from linearize.models import AttentionLayer, Loaded, attention_layers
+from linearize.output import write_json
+from linearize.plan import Plan
+from linearize.text import Division, Source, divide, split_blocks, tokenize
+from linearize.versions import versions
+
+__all__ = [
+    "Errors",
+    "Fidelity",
+    "KernelFidelity",
+    "LayerFidelity",
+    "Run",
+    "fidelity",
+    "output_projection",
+    "pool",
+]
+
+Progress = Callable[[int, int, str], None]
+PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # what models call W_o
+IDENTITY = 64  # numbers of every weight that tell one model from another
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The four measures of a set of layers; ``relative`` is RelMSE, ``after`` is after ``W_o``."""
+
+    mse: float
+    relative: float
+    mse_after: float
+    relative_after: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """One kernel with one seed on one layer: the sums that every measure is made of.
+
+    Attributes:
+        kernel, seed, layer: which.
+        features: features of a head; 0 for a kernel that keeps every key.
+        state_numbers, state_bytes: decoding state of one sequence in this layer, with the keys and
+            values kept exact; 0 for a kernel that keeps every key.
+        trainable: trainable numbers of the layer.
+        fit_seconds, evaluation_seconds: time to fit, and to run and compare the held-out blocks.
+        error, energy: ``‖Ŷ − Y‖²`` and ``‖Y‖²`` per held-out sequence and query head.
+        error_after, energy_after: the same after ``W_o``, per sequence.
+        count, count_after: numbers of a sequence, of one head and after ``W_o``.
+    """
+
+    kernel: str
+    seed: int
+    layer: int
+    features: int
+    state_numbers: int
+    state_bytes: int
+    trainable: int
+    fit_seconds: float
+    evaluation_seconds: float
+    error: list[list[float]]
+    energy: list[list[float]]
+    error_after: list[float]
+    energy_after: list[float]
+    count: int
+    count_after: int
+
+
+@dataclass(frozen=True)
+class LayerFidelity:
+    """One kernel on one layer, averaged over its seeds; ``heads``: RelMSE before ``W_o`` per head."""
+
+    layer: int
+    errors: Errors
+    heads: list[float]
+
+
+@dataclass(frozen=True)
+class KernelFidelity:
+    """One kernel over all evaluated layers.
+
+    Attributes:
+        kernel, title: its name, and how charts call it.
+        exact: it keeps every key, so it has no state of constant size.
+        seeds: seeds averaged over; one unless the kernel draws at random and several were asked for.
+        errors: pooled over the layers, averaged over the seeds.
+        spread: sample standard deviation of each measure over the seeds; ``None`` with one seed.
+        features: of a head, in the layer with most.
+        state_numbers, state_bytes, trainable: per layer, averaged over the layers.
+        fit_seconds, evaluation_seconds: per layer, averaged over layers and seeds.
+        layers: every layer by itself.
+    """
+
+    kernel: str
+    title: str
+    exact: bool
+    seeds: list[int]
+    errors: Errors
+    spread: Errors | None
+    features: int
+    state_numbers: float
+    state_bytes: float
+    trainable: float
+    fit_seconds: float
+    evaluation_seconds: float
+    layers: list[LayerFidelity]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """The comparison of kernels on one model.
+
+    Attributes:
+        plan: the settings shared by all kernels. base: the model.
+        layers: zero-based, ascending. tokens: tokens of the text.
+        evaluation_blocks, fit_blocks, validation_blocks: block numbers in the text.
+        kernels: in the order asked for. runs: the sums behind them.
+        seconds: time of this call; results taken from a store cost none.
+        versions: of everything that matters.
+    """
+
+    plan: dict[str, Any]
+    base: str | None
+    layers: list[int]
+    tokens: int
+    evaluation_blocks: list[int]
+    fit_blocks: list[int]
+    validation_blocks: list[int]
+    kernels: list[KernelFidelity]
+    runs: list[Run]
+    seconds: float
+    versions: dict[str, str] = field(default_factory=versions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def fidelity(
+    loaded: Loaded,
+    text: Source,
+    layers: Sequence[int] | str,
+    kernels: Sequence[str],
+    plan: Plan,
+    *,
+    seeds: Sequence[int] | None = None,
+    progress: Progress | None = None,
+    store: str | Path | None = None,
+) -> Fidelity:
+    """Fit every kernel on every layer and measure its outputs against softmax on held-out text.
+
+    The first ``plan.skip_blocks`` blocks of the text are held out for the measures; the kernels see
+    the ``fit_blocks`` and ``validation_blocks`` after them. The model is not changed.
+
+    Args:
+        loaded: an unconverted model. text: see :func:`linearize.text.tokenize`.
+        layers: zero-based layers, or text as in :class:`Plan`.
+        kernels: names of kernels.
+        plan: settings shared by all kernels; its own ``kernel`` and ``layers`` are not used.
+        seeds: seeds of kernels that draw at random; the first is everyone else's.
+            The plan's by default.
+        progress: called with (runs done, runs in all, message); a run is a kernel, seed and layer.
+        store: folder where every finished run is kept; runs found there are not done again.
+
+    Raises:
+        PlanError: an unknown kernel, or layers, settings or shapes that do not fit.
+        TextError: the text is too short for all the blocks. ModelError: no output projection.
+        CheckpointError: the store holds runs of other settings.
+    """
+    started = time.perf_counter()
+    plan = Plan(**plan.model_dump() | {"layers": layers})
+    if not kernels or not plan.skip_blocks:
+        raise PlanError(
+            f"fidelity of {len(kernels)} kernels on {plan.skip_blocks} held-out blocks",
+            "nothing to measure",
+            "Name kernels, and set skip_blocks to the number of held-out blocks.",
+        )
+    kernels, seeds = list(dict.fromkeys(kernels)), list(dict.fromkeys(seeds or [plan.seed]))
+    for name in kernels:
+        get(name)
+    everything = attention_layers(loaded.model)
+    for name in kernels:
+        chosen = check_layers(loaded.model, everything, _plan_of(plan, name, seeds[0]))
+    projections = {one.index: output_projection(one) for one in chosen}
+    tokens = tokenize(text, loaded.tokenizer)
+    held_out, division = _divide(tokens, plan)
+
+    work = [
+        (layer, name, seed)
+        for layer in chosen
+        for name in kernels
+        for seed in (seeds if _draws(name, layer.shape, plan) else seeds[:1])
+    ]
+    shelf = _Store(store, _settings(loaded, plan, tokens))
+    done = {
+        (run.layer, run.kernel, run.seed): run
+        for layer, name, seed in work
+        if (run := shelf.get(name, seed, layer.index)) is not None
+    }
+
+    def finished(run: Run) -> None:
+        shelf.put(run)
+        done[run.layer, run.kernel, run.seed] = run
+        report(f"{run.kernel}, layer {run.layer}: RelMSE {pool([run]).relative:.3f}")
+
+    def report(message: str) -> None:
+        if progress is not None:
+            progress(len(done), len(work), message)
+
+    open_work = [item for item in work if (item[0].index, *item[1:]) not in done]
+    open_layers = {layer.index: layer for layer, _, _ in open_work}
+    report("capturing activations" if open_work else "nothing left to do")
+    blocks = [*division.prompts, *division.fit, *division.validation, *held_out]
+    for arrived in capture(loaded.model, blocks, list(open_layers)) if open_work else ():
+        layer = open_layers[arrived.index]
+        pairs = [(name, seed) for one, name, seed in open_work if one is layer]
+        _run_layer(arrived, layer, division, len(held_out), pairs, plan, projections, finished)
+    runs = [done[layer.index, name, seed] for layer, name, seed in work]
+    return Fidelity(
+        plan=_shared(plan),
+        base=loaded.ref,
+        layers=[layer.index for layer in chosen],
+        tokens=len(tokens),
+        evaluation_blocks=list(range(len(held_out))),
+        fit_blocks=division.fit_at,
+        validation_blocks=division.validation_at,
+        kernels=[_summary([run for run in runs if run.kernel == name]) for name in kernels],
+        runs=runs,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def pool(runs: Sequence[Run]) -> Errors:
+    """The measures of one kernel and seed over the layers of ``runs``."""
+    error, energy, error_after, energy_after = (
+        [
+            sum(sum(s) if isinstance(s := getattr(run, name)[b], list) else s for run in runs)
+            for b in range(len(runs[0].error))
+        ]
+        for name in ("error", "energy", "error_after", "energy_after")
+    )
+    count = sum(run.count * len(run.error[0]) for run in runs)
+    count_after = sum(run.count_after for run in runs)
+    return Errors(
+        mse=statistics.fmean(error) / count,
+        relative=_relative(error, energy),
+        mse_after=statistics.fmean(error_after) / count_after,
+        relative_after=_relative(error_after, energy_after),
+    )
+
+
+def output_projection(layer: AttentionLayer) -> nn.Module:
+    """``W_o`` of an attention module, as a copy in fp32 on the CPU, bias included.
+
+    It is found among the module's children by name. The heads are taken to enter it unchanged,
+    concatenated in order, as they do in all common architectures; one that normalises or gates them
+    in between has no such projection to measure behind.
+
+    Raises:
+        ModelError: there is none, or it does not take the concatenated heads.
+    """
+    children = dict(layer.module.named_children())
+    found = next((children[name] for name in PROJECTIONS if name in children), None)
+    if found is None:
+        raise ModelError(
+            f"the output projection of {layer.name}",
+            f"children {', '.join(children) or 'none'}",
+            f"Attention modules are expected to call it one of {', '.join(PROJECTIONS)}.",
+        )
+    projection = copy.deepcopy(found).to("cpu", torch.float32)
+    width = layer.shape.query_heads * layer.shape.value_dim
+    try:
+        with torch.no_grad():
+            projection(torch.zeros(1, width))
+    except RuntimeError as error:
+        raise ModelError(
+            f"the output projection of {layer.name} on {layer.shape.query_heads} concatenated heads "
+            f"of {layer.shape.value_dim}",
+            f"{' '.join(str(error).split())[:200]}",
+            "This architecture changes the heads' outputs before it projects them.",
+        ) from error
+    return projection
+
+
+def _divide(tokens: Tensor, plan: Plan) -> tuple[list[Tensor], Division]:
+    """Held-out blocks, and the division of the rest: as many of each as the plan says, or an error."""
+    first, second = plan.skip_blocks, plan.skip_blocks + plan.fit_blocks
+    stop = second + plan.validation_blocks
+    blocks = split_blocks(tokens, plan.block, need=stop)
+    division = replace(
+        divide(tokens, plan),  # on a text of a few blocks it would validate on fewer
+        fit=blocks[first:second],
+        validation=blocks[second:stop],
+        fit_at=list(range(first, second)),
+        validation_at=list(range(second, stop)),
+    )
+    return blocks[:first], division
+
+
+def _run_layer(
+    arrived: LayerCapture,
+    layer: AttentionLayer,
+    division: Division,
+    held_out: int,
+    pairs: list[tuple[str, int]],
+    plan: Plan,
+    projections: dict[int, nn.Module],
+    finished: Callable[[Run], None],
+) -> None:
+    """All kernels on one layer; they share its softmax outputs."""
+    calibration = calibrate(arrived, layer, division, plan)
+    first = len(division.prompts) + len(division.fit) + len(division.validation)
+    data = arrived.activations(first, first + held_out)
+    for name, seed in pairs:
+        own = _plan_of(plan, name, seed)
+        linear = LinearAttention.from_plan(own, layer.shape, layer.index)
+        started = time.perf_counter()
+        linear.fit(replace(calibration, plan=own))
+        fitted = time.perf_counter()
+        sums = _measure(linear, data, projections[layer.index])
+        kernel, shape = linear.kernel, layer.shape
+        exact_keys = 0 if kernel.exact else linear.sinks + linear.window
+        state = kernel.state_heads * kernel.feature_count * (shape.value_dim + 1)
+        finished(
+            Run(
+                kernel=name,
+                seed=seed,
+                layer=layer.index,
+                features=kernel.feature_count,
+                state_numbers=state
+                + exact_keys * shape.kv_heads * (shape.head_dim + shape.value_dim),
+                state_bytes=linear.state_bytes,
+                trainable=linear.kernel.trainable_numbers,
+                fit_seconds=fitted - started,
+                evaluation_seconds=time.perf_counter() - fitted,
+                **sums,
+            )
+        )
+
+
+@torch.no_grad()
+def _measure(linear: LinearAttention, data: Activations, projection: nn.Module) -> dict[str, Any]:
+    """The sums of :class:`Run`, by the linear-time engine that serves a converted model."""
+    sums: dict[str, Any] = {name: [] for name in ("error", "energy", "error_after", "energy_after")}
+    for block in range(len(data)):
+        part = slice(block, block + 1)
+        output = linear(data.q[part], data.k[part], data.v[part])[0][0]  # [Hq, N, dv]
+        target = softmax_outputs(data, linear.kernel.shape.scale, block)
+        sums["error"].append(_square(output - target, (1, 2)).tolist())
+        sums["energy"].append(_square(target, (1, 2)).tolist())
+        projected, wanted = (
+            projection(x.transpose(0, 1).flatten(1)) for x in (output, target)
+        )  # [N, hidden]
+        sums["error_after"].append(float(_square(projected - wanted, (0, 1))))
+        sums["energy_after"].append(float(_square(wanted, (0, 1))))
+    return sums | {"count": target[0].numel(), "count_after": wanted.numel()}
+
+
+def _square(x: Tensor, dim: tuple[int, int]) -> Tensor:
+    return x.double().square().sum(dim)
+
+
+def _summary(runs: list[Run]) -> KernelFidelity:
+    """One kernel from its runs over layers and seeds."""
+    seeds = list(dict.fromkeys(run.seed for run in runs))
+    layers = list(dict.fromkeys(run.layer for run in runs))
+    pooled = [pool([run for run in runs if run.seed == seed]) for seed in seeds]
+    cls = get(runs[0].kernel)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(run, name) for run in runs)
+
+    def of_layer(layer: int) -> LayerFidelity:
+        own = [run for run in runs if run.layer == layer]
+        heads = [
+            statistics.fmean(
+                _relative([b[head] for b in run.error], [b[head] for b in run.energy])
+                for run in own
+            )
+            for head in range(len(own[0].error[0]))
+        ]
+        return LayerFidelity(layer, _each(statistics.fmean, [pool([run]) for run in own]), heads)
+
+    return KernelFidelity(
+        kernel=runs[0].kernel,
+        title=cls.title,
+        exact=cls.exact,
+        seeds=seeds,
+        errors=_each(statistics.fmean, pooled),
+        spread=_each(_deviation, pooled) if len(seeds) > 1 else None,
+        features=max(run.features for run in runs),
+        state_numbers=mean("state_numbers"),
+        state_bytes=mean("state_bytes"),
+        trainable=mean("trainable"),
+        fit_seconds=mean("fit_seconds"),
+        evaluation_seconds=mean("evaluation_seconds"),
+        layers=[of_layer(layer) for layer in layers],
+    )
+
+
+def _each(function: Callable[[list[float]], float], errors: list[Errors]) -> Errors:
+    """``function`` of every measure."""
+    return Errors(*(function([getattr(e, f.name) for e in errors]) for f in fields(Errors)))
+
+
+def _deviation(values: list[float]) -> float:
+    """Sample standard deviation; NaN, not an exception, where a value is not finite."""
+    return float(torch.tensor(values, dtype=torch.float64).std())
+
+
+def _relative(error: list[float], energy: list[float]) -> float:
+    """Mean over sequences of the ratio; outputs that are zero on both sides agree."""
+    return statistics.fmean(
+        e / y if y else (0.0 if e == 0 else float("inf"))
+        for e, y in zip(error, energy, strict=True)
+    )
+
+
+def _plan_of(plan: Plan, kernel: str, seed: int) -> Plan:
+    return plan.model_copy(update={"kernel": kernel, "seed": seed})
+
+
+def _draws(kernel: str, shape: HeadShape, plan: Plan) -> bool:
+    """Whether a kernel's structure or start depends on the seed."""
+    one, other = (
+        LinearAttention.from_plan(_plan_of(plan, kernel, seed), shape, 0).state_dict()
+        for seed in (0, 1)
+    )
+    return any(not torch.equal(one[key], other[key]) for key in one)
+
+
+def _shared(plan: Plan) -> dict[str, Any]:
+    """The plan without what differs between the runs."""
+    return plan.model_dump(mode="json", exclude={"kernel", "layers"})
+
+
+def _settings(loaded: Loaded, plan: Plan, tokens: Tensor) -> dict[str, Any]:
+    """Everything that decides a run besides its kernel, seed and layer."""
+    settings = _shared(plan)
+    del settings["seed"]
+    settings["model"] = _identity(loaded.model)
+    settings["text"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+    return settings
+
+
+def _identity(model: PreTrainedModel) -> str:
+    """A short hash of a model: names, shapes and the first numbers of all its weights."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        head = weight.detach().flatten()[:IDENTITY].double().cpu()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        digest.update(head.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+class _Store:
+    """Finished runs as files of their own, each with the settings it was made with."""
+
+    def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._settings = settings
+
+    def get(self, kernel: str, seed: int, layer: int) -> Run | None:
+        """A stored run, or ``None``.
+
+        Raises:
+            CheckpointError: it is damaged or was made with other settings.
+        """
+        path = self._path(kernel, seed, layer)
+        if path is None or not path.is_file():
+            return None
+        try:
+            stored = json.loads(path.read_text(encoding="utf-8"))
+            settings, run = stored["settings"], Run(**stored["run"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the stored result {path}",
+                f"{type(error).__name__}: {error}",
+                "Delete this file; it will be made again.",
+            ) from error
+        for key, value in self._settings.items():
+            if settings.get(key) != value:
+                raise CheckpointError(
+                    f"results with {key}={value!r}",
+                    f"{key}={settings.get(key)!r} in {path}",
+                    "Resume with the settings, text and model of the first run, or use another folder.",
+                )
+        return run
+
+    def put(self, run: Run) -> None:
+        """Store a run at once."""
+        path = self._path(run.kernel, run.seed, run.layer)
+        if path is not None:
+            write_json(path, {"settings": self._settings, "run": asdict(run)})
+
+    def _path(self, kernel: str, seed: int, layer: int) -> Path | None:
+        if self._folder is None:
+            return None
+        return self._folder / f"{kernel}-seed{seed}-layer{layer}.json"
