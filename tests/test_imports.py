@@ -13,7 +13,7 @@ LAYERS = (  # lowest first; a new top-level module or package is placed here
     ("kernels",),
     ("attention",),
     ("interface", "models", "text", "capture"),
-    ("cache", "convert", "checkpoint"),
+    ("cache", "convert", "checkpoint", "coefficients"),
     ("adapt", "evaluate", "diagnose", "probe", "bench"),
     ("report",),
     ("cli",),

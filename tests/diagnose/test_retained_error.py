@@ -12,7 +12,6 @@ import torch
 
 import tiny
 from linearize import Plan
-from linearize.capture import capture
 from linearize.diagnose import RetainedError, retained_error
 from linearize.diagnose.data import generator
 from linearize.diagnose.hybrid import full_errors, hybrid_errors, sample
@@ -45,8 +44,8 @@ def without_time(result: RetainedError) -> str:
 
 
 def activations(layer: int, blocks: list[torch.Tensor]) -> Activations:
-    (arrived,) = capture(tiny.loaded().model, blocks, [layer])
-    return arrived.activations(0, len(blocks))
+    seen = [tiny.recorded(tiny.model(), block)[layer] for block in blocks]
+    return Activations(*(torch.cat([one[i] for one in seen]) for i in range(3)))
 
 
 @torch.no_grad()
@@ -77,7 +76,7 @@ def test_ratios_by_hand() -> None:
             )
             ratios[name] += (hybrid / full).tolist()
     for kernel in found.kernels:
-        assert kernel.ratio == pytest.approx(sum(ratios[kernel.kernel]) / 6, rel=1e-9)
+        assert kernel.ratio == pytest.approx(sum(ratios[kernel.kernel]) / 6, rel=1e-6)
         assert kernel.seeds == ([0, 1] if kernel.kernel == "performer" else [0])
         assert kernel.controls is None
     count = sum(len(head) for one in found.selections for head in one.pretrained)
@@ -191,10 +190,8 @@ def test_more_kernels_and_layers_join_the_parts_that_are_there(tmp_path: Path) -
     assert both.kernels[0].layers[0] == first.kernels[0].layers[0]
 
 
-@pytest.mark.parametrize("name", ["oal", "dijiang"])
-def test_fitting_first_changes_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("linearize.fitting.match.STEPS", 3)
-    options: dict[str, Any] = {"kernels": (name,), "seeds": (0,), "controls": 0}
+def test_fitting_first_improves_the_kernel_and_leaves_the_selection() -> None:
+    options: dict[str, Any] = {"kernels": ("oal",), "seeds": (0,), "controls": 0}
     drawn, fitted = measure(**options), measure(**options, fitted=True)
     assert fitted.fitted and not drawn.fitted
     assert fitted.kernels[0].layers[0].full_mse < drawn.kernels[0].layers[0].full_mse

@@ -8,6 +8,7 @@ from typing import Any
 
 import typer
 
+from linearize.cli.coefficients import export_file, import_file
 from linearize.cli.common import Verbs, quiet
 from linearize.cli.convert import convert
 from linearize.cli.demo import demo
@@ -28,6 +29,8 @@ VERBS: dict[str, Callable[..., Any]] = {
     "diagnose": diagnose,
     "generate": generate,
     "report": report,
+    "export": export_file,
+    "import": import_file,
     "kernels": kernels,
 }
 

@@ -15,7 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from linearize.diagnose import (
     ActivationProfile,
@@ -152,6 +152,7 @@ def activation_figures(result: ActivationProfile) -> dict[str, str]:
         medians = [layer.median for layer in result.layers]
         axes.plot(layers, medians, "s--", color=NEUTRAL, markersize=3.5, label="median")
         _log_axis(axes, [layer.top[0] for layer in result.layers] + medians)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.xaxis.set_major_locator(MaxNLocator(15, integer=True))
         axes.set_xlabel("layer")
         axes.set_ylabel("largest |activation|")
