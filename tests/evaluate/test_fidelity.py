@@ -131,7 +131,9 @@ def test_softmax_has_no_error_and_no_state_of_constant_size() -> None:
     assert kernel.exact and kernel.state_bytes == 0 and kernel.state_numbers == 0
 
 
-def test_state_and_trained_numbers_stand_beside_the_error() -> None:
+def test_state_and_trained_numbers_stand_beside_the_error(
+    short_training: list[dict[str, Any]],
+) -> None:
     result = measure(["based", "global"], plan=plan(window=4, sinks=2))
     based, learned = result.kernels
     sums = tiny.KV_HEADS * (1 + 8 + 36) * 9
@@ -258,14 +260,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
     fits = []
     original = LinearAttention.fit
-    monkeypatch.setattr(
-        LinearAttention, "fit", lambda self, data: (fits.append(1), original(self, data))[1]
-    )
+
+    def fit(self: LinearAttention, calibration: Any) -> Any:
+        fits.append(self.kernel.name)
+        return original(self, calibration)
+
+    monkeypatch.setattr(LinearAttention, "fit", fit)
     steps: list[tuple[int, int]] = []
     resumed = measure(
         names, store=tmp_path, progress=lambda done, total, _: steps.append((done, total))
     )
-    assert len(fits) == 2 and steps == [(4, 6), (5, 6), (6, 6)]
+    assert fits == ["based", "oal"] and steps == [(4, 6), (5, 6), (6, 6)]
     assert without_time(resumed) == without_time(whole)
 
     again = measure(names, store=tmp_path)
@@ -383,6 +388,7 @@ def test_the_command_prints_stores_and_draws(files: tuple[Path, Path], tmp_path:
     result = run(files, *asked)
     assert result.exit_code == 0, result.output
     written = json.loads((out / "fidelity.json").read_text())
+    assert written["text"] == [str(files[1])]
     assert written["layers"] == [0, 2] and len(written["runs"]) == 2 * (1 + 2)
     rows = {line.split()[0]: line for line in reversed(result.stdout.splitlines()) if line.split()}
     for kernel in written["kernels"]:
@@ -401,7 +407,7 @@ def test_the_command_prints_stores_and_draws(files: tuple[Path, Path], tmp_path:
     assert again["kernels"] == written["kernels"]
     other = run(files, *asked, "--resume", "--sinks", 2)
     assert other.exit_code == 2 and "found sinks=0" in other.stderr
-    assert run(files, *asked, "--overwrite", "--sinks", 2).exit_code == 0
+    assert run(files, *asked, "--overwrite", "--center").exit_code == 0
 
 
 def test_an_interrupted_command_keeps_its_parts(
@@ -434,6 +440,7 @@ def test_an_interrupted_command_keeps_its_parts(
         (["--layers", "0", "--block", "512"], "too few"),
         (["--layers", "0", "--seeds", "a"], "integers"),
         (["--layers", "0", "--resume"], "--json"),
+        (["--layers", "0", "--out", __file__], "a file of that name"),
     ],
 )
 def test_bad_input_is_one_message(

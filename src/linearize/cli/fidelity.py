@@ -26,11 +26,12 @@ from linearize.cli.common import (
     store_json,
     table,
 )
+from linearize.cli.evaluate import DEFAULT_TEXT
 from linearize.errors import OutputError, PlanError
 from linearize.evaluate import Errors, Fidelity
 from linearize.evaluate import fidelity as measure
 from linearize.kernels import available, get
-from linearize.output import write_text
+from linearize.output import check_writable, write_text
 from linearize.plan import Plan
 from linearize.report.fidelity_figure import fidelity_chart
 from linearize.report.figures import byte_text
@@ -128,7 +129,7 @@ def fidelity(
     parts = _parts(out, json, resume, overwrite)
     paths = check_texts(text)
     if paths is None:
-        note("no --text: using the documentation that comes with Python")
+        note(f"no --text: using {DEFAULT_TEXT}")
     source: Source = paths or default_text()
     if parts is None:
         note("no --out and no --json: nothing will be kept")
@@ -152,9 +153,9 @@ def fidelity(
     if chart is not None:
         write_text(chart, fidelity_chart(result))
         note(f"wrote {chart}")
-    if out is not None:
-        store_json(out / "fidelity.json", result.as_dict())
-    store_json(json, result.as_dict())
+    names = [str(path) for path in paths] if paths else [DEFAULT_TEXT]
+    for path in (out / "fidelity.json" if out else None, json):
+        store_json(path, {"text": names, **result.as_dict()})
 
 
 def show(result: Fidelity) -> None:
@@ -227,6 +228,8 @@ def _seeds(text: str | None) -> list[int] | None:
 
 def _parts(out: Path | None, json: Path | None, resume: bool, overwrite: bool) -> Path | None:
     """Where finished parts are kept, refusing early to lose some."""
+    if out is not None:
+        check_writable(out, overwrite=True)
     parts = out / "parts" if out else json.with_suffix(".parts") if json else None
     if parts is None:
         if resume:
