@@ -17,11 +17,12 @@ from linearize.errors import ModelError
 from tolerances import assert_close
 
 each_variant = pytest.mark.parametrize("variant", tiny.variants())
+each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), tiny.MIXED])
 each_form = pytest.mark.parametrize("form", tiny.FORMS)
 LINEAR = [name for name in tiny.variants() if name != "softmax"]
 
 
-@each_variant
+@each_variant_and_mixed
 @each_form
 def test_prefill_and_one_step_equal_the_whole(variant: str, form: str) -> None:
     model, ids = tiny.shared(variant, form).model, tiny.prompt(2, 11)
@@ -29,7 +30,7 @@ def test_prefill_and_one_step_equal_the_whole(variant: str, form: str) -> None:
     assert_close(logits, tiny.logits(model, ids), torch.float32, "output")
 
 
-@each_variant
+@each_variant_and_mixed
 @settings(max_examples=12)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_any_split_equals_the_whole(variant: str, sizes: list[int]) -> None:
@@ -47,7 +48,7 @@ def test_long_prefill_then_many_steps(variant: str) -> None:
     assert_close(logits, tiny.logits(model, ids), torch.float32, "output")
 
 
-@each_variant
+@each_variant_and_mixed
 @each_form
 def test_a_left_padded_batch_decodes_like_its_rows(variant: str, form: str) -> None:
     """Prompts of 5 and 12 tokens, then three more each, one at a time."""
@@ -178,7 +179,7 @@ def test_the_cache_layers_beside_it_stay_ordinary() -> None:
     assert cache.layers[0].keys.shape == (1, 2, 7, 8)
 
 
-@each_variant
+@each_variant_and_mixed
 def test_sequences_can_be_reordered_repeated_and_selected(variant: str) -> None:
     """What generation does to a cache, against the same rows decoded on their own."""
     model, ids = tiny.shared(variant).model, tiny.prompt(3, 9)
@@ -195,7 +196,7 @@ def test_sequences_can_be_reordered_repeated_and_selected(variant: str) -> None:
         assert_close(logits, wanted, torch.float32, "output", method)
 
 
-@each_variant
+@each_variant_and_mixed
 def test_a_copy_of_a_cache_is_a_branch(variant: str) -> None:
     """One prompt, two continuations from copies of its cache: neither sees the other."""
     model, ids = tiny.shared(variant).model, tiny.prompt(1, 8)

@@ -21,12 +21,13 @@ from linearize.interface import use_interface
 from tolerances import assert_close
 
 each_variant = pytest.mark.parametrize("variant", tiny.variants())
+each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), tiny.MIXED])
 each_form = pytest.mark.parametrize("form", tiny.FORMS)
 
 PADDED = [tiny.text(5, seed=4), tiny.text(12, seed=5)]
 
 
-@each_variant
+@each_variant_and_mixed
 @each_form
 def test_two_evaluations_are_bitwise_equal(variant: str, form: str) -> None:
     model = tiny.shared(variant, form).model
@@ -36,7 +37,7 @@ def test_two_evaluations_are_bitwise_equal(variant: str, form: str) -> None:
     assert torch.equal(tiny.logits(model, ids), first)
 
 
-@each_variant
+@each_variant_and_mixed
 @each_form
 def test_left_padding_changes_nothing(variant: str, form: str) -> None:
     """Prompts of 5 and 12 tokens in one batch give the logits of each alone."""
@@ -47,7 +48,7 @@ def test_left_padding_changes_nothing(variant: str, form: str) -> None:
         assert_close(padded[row : row + 1, 12 - len(ids) :], alone, torch.float32, "output")
 
 
-@each_variant
+@each_variant_and_mixed
 def test_right_padding_changes_nothing(variant: str) -> None:
     model = tiny.shared(variant).model
     ids = torch.zeros(2, 12, dtype=torch.long)
@@ -60,7 +61,7 @@ def test_right_padding_changes_nothing(variant: str) -> None:
         assert_close(padded[row : row + 1, : len(tokens)], alone, torch.float32, "output")
 
 
-@each_variant
+@each_variant_and_mixed
 @each_form
 def test_padding_takes_no_part_in_values_or_gradients(variant: str, form: str) -> None:
     model = tiny.shared(variant, form).model

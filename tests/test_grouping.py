@@ -144,6 +144,11 @@ def test_only_the_tail_is_cut() -> None:
     assert fast(profile, alpha=1.0) == [[0, 1, 1, 1, 1, 1, 1, 2]]
 
 
+def test_a_gap_of_exactly_tau_and_a_support_of_exactly_gamma_suffice() -> None:
+    assert fast(one_head(2, 2, 2, 3), min_groups=1, gamma=1.0) == [[0, 0, 0, 1]]
+    assert fast(one_head(2, 2, 2, 2.999), min_groups=1, gamma=1.0) == [[0, 0, 0, 0]]
+
+
 def test_a_gap_that_resampling_closes_has_no_support() -> None:
     """One prompt of three carries the outlier: the mean has the gap, most replicates do not."""
     profile = torch.ones(4, 1, 8, dtype=torch.float64)

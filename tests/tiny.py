@@ -140,12 +140,15 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "oal+sinks": {"kernel": "oal", "sinks": 3},
     "global": {"kernel": "global"},
 }
+MIXED = "oal in layer 1"  # softmax layers before and behind a linear one
+_VARIANTS[MIXED] = {"kernel": "oal", "layers": "1"}
 FITTED = ("oal", "global")  # fitted through `convert`, in a moment; others are filled at random
 
 
 def variants() -> list[str]:
-    """The variants above, and every other discovered kernel under its own name."""
-    return [*_VARIANTS, *(n for n in linearize.kernels.available() if n not in FITTED)]
+    """The variants above but ``MIXED``, and every other discovered kernel under its own name."""
+    others = [name for name in linearize.kernels.available() if name not in FITTED]
+    return [*(name for name in _VARIANTS if name != MIXED), *others]
 
 
 def variant_plan(variant: str, **changes: Any) -> Plan:

@@ -8,6 +8,8 @@ activations exist at a time, and no knowledge of the architecture is needed. One
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
@@ -74,11 +76,19 @@ def capture(
                             "NaN or infinite queries, keys or values",
                             "Check the weights, or load the model in a wider dtype.",
                         )
+                _give_memory_back()
                 yield LayerCapture(index, passes)
         finally:
             for each in passes:
                 each.abandon()
             model.train(training)
+
+
+def _give_memory_back() -> None:
+    """Return freed memory to the system, where the C library hoards it per thread (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class _Abandoned(BaseException):

@@ -151,8 +151,6 @@ def _load_converted(
         class Converted(base):
             """The architecture with its converted layers in place before weights are loaded."""
 
-            _keep_in_fp32_modules_strict = frozenset(("linear_attention",))
-
             def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
                 super().__init__(config, *args, **kwargs)
                 attach(self, layers, names, plan, section.get("base"))

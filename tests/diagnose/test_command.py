@@ -126,7 +126,7 @@ def test_bad_input_is_told(run: Run, what: str, options: tuple[object, ...], mes
 
 
 def test_numbers_reach_the_figures(run: Run, tmp_path: Path) -> None:
-    """The bars of the profile are as high as the contributions, in their order."""
+    """Every bar of the retained errors carries its number."""
     result = run("retained-error", "--layers", 1, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "retained-error.json").read_text())

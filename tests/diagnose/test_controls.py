@@ -99,9 +99,9 @@ def test_sums_beyond_fp32_are_met_by_definition(
     found = control_errors(made, data, subsets)
     assert asked or (name, size) not in ((n, 300.0) for n in ("performer", "dijiang"))
     slow = _by_definition(made, data, subsets, lambda done, total: None)
-    expected = torch.stack(
-        [slow[head][each.replicate] for head, each in enumerate(subsets)]
-    ).mean(0)
+    expected = torch.stack([slow[head][each.replicate] for head, each in enumerate(subsets)]).mean(
+        0
+    )
     assert bool(found.isfinite().all())
     assert torch.allclose(found, expected, rtol=1e-2)
 

@@ -20,12 +20,10 @@ TIGHT = {"rebased": 1e-4, "rebased-outer": 1e-4}
 
 def one_weight(made: Kernel, head: int, q: torch.Tensor, k: torch.Tensor) -> float:
     """``κ(q, k)`` of one head and pair, log-scales applied."""
-    ratio = SHAPE.ratio
     queries = q.expand(1, SHAPE.query_heads, 1, -1).to(made.dtype)
     keys = k.expand(1, SHAPE.kv_heads, 1, -1).to(made.dtype)
     values, query_log, key_log = made.map().weights(queries, keys)
     log = sum(float(x[0, head]) for x in (query_log, key_log) if x is not None)
-    assert ratio == 2
     return float(values[0, head]) * math.exp(log)
 
 

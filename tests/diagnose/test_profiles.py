@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ def test_cuts_explain_the_groups_of_a_conversion() -> None:
             assert one.sorted_contribution == sorted(one.sorted_contribution)
             assert [cut.below for cut in one.cuts] == [4, 5, 6, 7]
             ends = [0, *(cut.below for cut in one.cuts if cut.made), tiny.HEAD_DIM]
-            pieces = [one.order[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+            pieces = [one.order[a:b] for a, b in itertools.pairwise(ends)]
             assert [sorted(piece) for piece in pieces] == one.groups
             natural = [cut for cut in one.cuts if cut.natural]
             assert all(cut.made and cut.gap >= 1.1 and cut.support >= 0.2 for cut in natural)

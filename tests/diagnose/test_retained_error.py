@@ -85,7 +85,9 @@ def test_ratios_by_hand() -> None:
 
 def test_seeds_are_averaged_before_the_ratio_and_controls_share_its_denominator() -> None:
     selected, full = torch.tensor([[1.0, 3.0]]).double(), torch.tensor([[2.0, 12.0]]).double()
-    drawn = torch.tensor([[[1.0, 3.0], [2.0, 12.0], [0.2, 1.2]]]).double()  # [layers, replicates, B]
+    drawn = torch.tensor(
+        [[[1.0, 3.0], [2.0, 12.0], [0.2, 1.2]]]
+    ).double()  # [layers, replicates, B]
     found = summarise(
         "performer", [0], [7], {"pretrained": (selected, full), "gaussian": (full, full)}, drawn
     )

@@ -146,7 +146,7 @@ def diagnose(
     \b
     profiles        contribution of every dimension of a head, with its queries and keys
     groups          how the dimensions of a head fall into groups, and why
-    budget          error of a head against its number of groups
+    budget          error of a head against its number of groups, in the first of the layers
     concentration   what the five largest dimensions carry, against Gaussian vectors
     stability       whether a profile depends on the input or its length
     activations     largest activations of the residual stream, layer by layer

@@ -14,11 +14,9 @@ before the ratio is taken.
 from __future__ import annotations
 
 import copy
-import ctypes
 import hashlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -248,9 +246,7 @@ def fidelity(
     for arrived in capture(loaded.model, blocks, list(open_layers)) if open_work else ():
         layer = open_layers[arrived.index]
         pairs = [(name, seed) for one, name, seed in open_work if one is layer]
-        _give_memory_back()
         _run_layer(arrived, layer, division, len(held_out), pairs, plan, projections, finished)
-        _give_memory_back()
     runs = [done[layer.index, name, seed] for layer, name, seed in work]
     return Fidelity(
         plan=_shared(plan),
@@ -390,17 +386,6 @@ def _measure(linear: LinearAttention, data: Activations, projection: nn.Module) 
         sums["error_after"].append(float(_square(projected - wanted, (0, 1))))
         sums["energy_after"].append(float(_square(wanted, (0, 1))))
     return sums | {"count": target[0].numel(), "count_after": wanted.numel()}
-
-
-def _give_memory_back() -> None:
-    """Return freed memory to the system, where the C library hoards it per thread (glibc).
-
-    Each block passes through the model in a thread of its own; what these keep for themselves comes
-    to gigabytes at full length.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _square(x: Tensor, dim: tuple[int, int]) -> Tensor:

@@ -15,7 +15,13 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import (
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    PercentFormatter,
+)
 
 from linearize.diagnose import (
     ActivationProfile,
@@ -275,6 +281,9 @@ def _stability(one: HeadStability, result: Stability) -> str:
         limits = left.get_ylim()
         left.set_xscale("log")
         left.set_xlim(limits)
+        left.xaxis.set_major_locator(LogLocator(base=10, numticks=20))
+        left.xaxis.set_major_formatter(left.yaxis.get_major_formatter())
+        left.xaxis.set_minor_formatter(NullFormatter())
         left.plot(limits, limits, color=INK, alpha=0.4, linewidth=0.9)
         left.plot(one.calibration, one.heldout, "o", color=CONVERTED, markersize=4, alpha=0.8)
         left.set_xlabel("χ on calibration prompts")
