@@ -42,7 +42,6 @@ from linearize.diagnose.data import (
     stream,
 )
 from linearize.diagnose.hybrid import Sampled, full_errors, hybrid_errors, sample
-from linearize.diagnose.parts import Parts, model_identity, text_identity
 from linearize.diagnose.retained_result import (
     KernelRetained,
     RetainedError,
@@ -53,6 +52,7 @@ from linearize.errors import PlanError
 from linearize.fitting import Activations, Calibration
 from linearize.kernels import HeadShape, Kernel, get
 from linearize.models import AttentionLayer, Loaded
+from linearize.parts import Parts, model_identity, text_identity
 from linearize.plan import Plan
 from linearize.text import Source
 

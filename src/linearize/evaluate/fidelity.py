@@ -14,8 +14,6 @@ before the ratio is taken.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from linearize.attention import LinearAttention
 from linearize.capture import LayerCapture, capture
@@ -34,7 +31,7 @@ from linearize.errors import CheckpointError, ModelError, PlanError
 from linearize.fitting import Activations, softmax_outputs
 from linearize.kernels import HeadShape, get
 from linearize.models import AttentionLayer, Loaded, attention_layers
-from linearize.output import write_json
+from linearize.parts import Parts, model_identity, text_identity
 from linearize.plan import Plan
 from linearize.text import Division, Source, divide, split_blocks, tokenize
 from linearize.versions import versions
@@ -52,7 +49,6 @@ __all__ = [
 
 Progress = Callable[[int, int, str], None]
 PROJECTIONS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # what models call W_o
-IDENTITY = 64  # numbers of every weight that tell one model from another
 
 
 @dataclass(frozen=True)
@@ -223,15 +219,15 @@ def fidelity(
         for name in kernels
         for seed in (seeds if _draws(name, layer.shape, plan) else seeds[:1])
     ]
-    shelf = _Store(store, _settings(loaded, plan, tokens))
+    shelf = Parts(store, _settings(loaded, plan, tokens))
     done = {
         (run.layer, run.kernel, run.seed): run
         for layer, name, seed in work
-        if (run := shelf.get(name, seed, layer.index)) is not None
+        if (run := _stored(shelf, name, seed, layer.index)) is not None
     }
 
     def finished(run: Run) -> None:
-        shelf.put(run)
+        shelf.put(_part(run.kernel, run.seed, run.layer), asdict(run))
         done[run.layer, run.kernel, run.seed] = run
         report(f"{run.kernel}, layer {run.layer}: RelMSE {pool([run]).relative:.3f}")
 
@@ -470,62 +466,27 @@ def _settings(loaded: Loaded, plan: Plan, tokens: Tensor) -> dict[str, Any]:
     """Everything that decides a run besides its kernel, seed and layer."""
     settings = _shared(plan)
     del settings["seed"]
-    settings["model"] = _identity(loaded.model)
-    settings["text"] = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()[:16]
+    settings["model"] = model_identity(loaded.model)
+    settings["text"] = text_identity(tokens)
     return settings
 
 
-def _identity(model: PreTrainedModel) -> str:
-    """A short hash of a model: names, shapes and the first numbers of all its weights."""
-    digest = hashlib.sha256()
-    for name, weight in model.named_parameters():
-        head = weight.detach().flatten()[:IDENTITY].double().cpu()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        digest.update(head.numpy().tobytes())
-    return digest.hexdigest()[:16]
+def _part(kernel: str, seed: int, layer: int) -> str:
+    return f"{kernel}-seed{seed}-layer{layer}"
 
 
-class _Store:
-    """Finished runs as files of their own, each with the settings it was made with."""
+def _stored(parts: Parts, kernel: str, seed: int, layer: int) -> Run | None:
+    """A finished run, or ``None``.
 
-    def __init__(self, folder: str | Path | None, settings: dict[str, Any]) -> None:
-        self._folder = None if folder is None else Path(folder)
-        self._settings = settings
-
-    def get(self, kernel: str, seed: int, layer: int) -> Run | None:
-        """A stored run, or ``None``.
-
-        Raises:
-            CheckpointError: it is damaged or was made with other settings.
-        """
-        path = self._path(kernel, seed, layer)
-        if path is None or not path.is_file():
-            return None
-        try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
-            settings, run = stored["settings"], Run(**stored["run"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the stored result {path}",
-                f"{type(error).__name__}: {error}",
-                "Delete this file; it will be made again.",
-            ) from error
-        for key, value in self._settings.items():
-            if settings.get(key) != value:
-                raise CheckpointError(
-                    f"results with {key}={value!r}",
-                    f"{key}={settings.get(key)!r} in {path}",
-                    "Resume with the settings, text and model of the first run, or use another folder.",
-                )
-        return run
-
-    def put(self, run: Run) -> None:
-        """Store a run at once."""
-        path = self._path(run.kernel, run.seed, run.layer)
-        if path is not None:
-            write_json(path, {"settings": self._settings, "run": asdict(run)})
-
-    def _path(self, kernel: str, seed: int, layer: int) -> Path | None:
-        if self._folder is None:
-            return None
-        return self._folder / f"{kernel}-seed{seed}-layer{layer}.json"
+    Raises:
+        CheckpointError: it is not what this version writes.
+    """
+    value = parts.get(_part(kernel, seed, layer))
+    try:
+        return None if value is None else Run(**value)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the stored run {_part(kernel, seed, layer)}",
+            f"{error}",
+            "Delete its file; it will be made again.",
+        ) from error
