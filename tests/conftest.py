@@ -14,8 +14,8 @@ from hypothesis import settings
 settings.register_profile("linearize", deadline=None, derandomize=True)
 settings.load_profile("linearize")
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # the workers are the parallelism
-    torch.set_num_threads(1)
+# Small tensors gain nothing from threads, and threads of several workers wait for each other.
+torch.set_num_threads(1)
 
 
 # In deterministic mode torch can fill uninitialised memory: with NaN, for floating point.

@@ -107,11 +107,19 @@ def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     linear: Any = module.linear_attention
     index: Any = module.layer_idx
     linear.cache_layer = None
-    if cache is None or not linear.active:
+    if cache is None:
         return
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     layer = cache.layers[index]
+    if not linear.active:
+        if isinstance(layer, LinearCacheLayer):
+            raise ModelError(
+                f"softmax attention of layer {index} from a cache that its linear attention filled",
+                "a state without keys",
+                "Start from an empty cache.",
+            )
+        return
     if not isinstance(layer, LinearCacheLayer):
         if type(layer) is not DynamicLayer or layer.get_seq_length():
             raise ModelError(

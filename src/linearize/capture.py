@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from linearize.errors import ModelError
+from linearize.errors import LinearizeError, ModelError
 from linearize.fitting import Activations
 from linearize.interface import recording, use_interface
 
@@ -115,6 +115,12 @@ class _Pass:
         else:
             self._go.put(True)
         problem = self._report.get()
+        if isinstance(problem, Exception) and not isinstance(problem, LinearizeError):
+            raise ModelError(
+                f"running the model on {len(self._block)} tokens",
+                f"{type(problem).__name__}: {problem}",
+                "Check that the token ids belong to this model, and that it runs on them by itself.",
+            ) from problem
         if problem is not None:
             raise problem
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from linearize.attention import LinearAttention
 from linearize.convert import ConversionReport, attach, converted_layers, rebuild
-from linearize.errors import CheckpointError, LinearizeError
+from linearize.errors import CheckpointError, LinearizeError, PlanError
 from linearize.models import Loaded, attention_layers, load_pretrained
 from linearize.output import new_folder, write_json
 from linearize.plan import Plan
@@ -104,7 +104,14 @@ def load(
         nn.Module.to(model, device)
     tokenizer = None
     if (folder / "tokenizer_config.json").is_file():
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        except Exception as error:  # what a damaged file raises depends on where it is damaged
+            raise CheckpointError(
+                f"the tokenizer of {folder}",
+                f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+                "A tokenizer file is missing or damaged; save it again.",
+            ) from error
     return Loaded(model.eval(), tokenizer, plan, str(ref))
 
 
@@ -166,7 +173,14 @@ def _load_converted(
         )
     except LinearizeError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         raise CheckpointError(
             f"converted model {folder}",
             f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
@@ -188,12 +202,13 @@ def _rebuild(
 ) -> tuple[dict[int, LinearAttention], dict[int, str], Plan]:
     try:
         return rebuild(section)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
+        wrote = section.get("versions") if isinstance(section, dict) else None
+        version = wrote.get("linearize", "unknown") if isinstance(wrote, dict) else "unknown"
         raise CheckpointError(
             f"converted model {folder}",
             f"a linearize section that cannot be read ({error})",
-            "Load it with the version of linearize that wrote it: "
-            f"{section.get('versions', {}).get('linearize', 'unknown')}.",
+            f"Load it with the version of linearize that wrote it: {version}.",
         ) from error
 
 

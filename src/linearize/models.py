@@ -101,7 +101,9 @@ def load_pretrained(
     tokenizer_options = {key: options[key] for key in ("gguf_file",) if key in options}
     try:
         model = AutoModelForCausalLM.from_pretrained(str(place), **options)
-        tokenizer = AutoTokenizer.from_pretrained(str(place), **tokenizer_options)
+        tokenizer = None
+        if tokenizer_options or _has_tokenizer(Path(place)):
+            tokenizer = AutoTokenizer.from_pretrained(str(place), **tokenizer_options)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(
@@ -135,7 +137,9 @@ def attention_layers(model: PreTrainedModel) -> list[AttentionLayer]:
         index = int(getattr(module, "layer_idx", len(found)))
         shape = HeadShape(q.shape[1], k.shape[1], q.shape[3], v.shape[3], float(scale))
         found[index] = AttentionLayer(index, names[module], module, shape, tuple(obstacles))
-        return None
+        return q.new_zeros(
+            *q.shape[:3], v.shape[3]
+        )  # the output does not matter, and SDPA refuses some
 
     training = model.training
     model.eval()
@@ -164,6 +168,18 @@ def _forget_quantization(model: PreTrainedModel) -> None:
     ):
         if hasattr(owner, attribute):
             delattr(owner, attribute)
+
+
+def _has_tokenizer(place: Path) -> bool:
+    """Whether to expect one: a folder may hold a model alone, anything else is the hub's."""
+    files = (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "vocab.json",
+        "vocab.txt",
+    )
+    return not place.is_dir() or any((place / file).is_file() for file in files)
 
 
 def _bundled_file(name: str) -> Path:

@@ -21,7 +21,8 @@ from linearize.capture import capture
 from linearize.cli import app
 from linearize.errors import CheckpointError, ModelError, PlanError, TextError
 from linearize.evaluate import Fidelity, fidelity
-from linearize.evaluate.fidelity import Run, output_projection, pool
+from linearize.evaluate.fidelity import output_projection
+from linearize.evaluate.fidelity_result import Run, pool
 from linearize.fitting import match_outputs
 from linearize.models import attention_layers
 from linearize.report.fidelity_figure import fidelity_chart

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from linearize.errors import ModelError
+from linearize.errors import ModelError, TextError
 from linearize.models import Loaded
 from linearize.text import Source, split_blocks, tokenize
 
@@ -59,6 +59,12 @@ def perplexity(
     Raises:
         TextError: the text is shorter than one block, or than ``blocks`` blocks.
     """
+    if block < 2 or batch < 1 or (blocks is not None and blocks < 1):
+        raise TextError(
+            f"perplexity on {blocks or 'all'} blocks of {block} tokens, {batch} a pass",
+            "nothing to score",
+            "Use blocks of two tokens or more, and at least one block at once.",
+        )
     tokens = tokenize(text, loaded.tokenizer)
     chosen = split_blocks(tokens, block, need=blocks or 1)[:blocks]
     per_block: list[float] = []

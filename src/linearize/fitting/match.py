@@ -132,7 +132,7 @@ def match_outputs(
         if not bool(loss.isfinite()):
             raise ModelError(
                 f"fitting layer {calibration.layer}",
-                f"a loss of {float(loss)} at step {step}",
+                f"a loss of {float(loss.detach())} at step {step}",
                 "Check the model's activations for NaN, or lower the learning rate.",
             )
         optimizer.zero_grad()

@@ -45,7 +45,7 @@ class OAL(Kernel):
         )
         factor = taylor_factor(groups).float().expand(shape.query_heads, -1, -1)
         self.factor = nn.Parameter(factor.clone())
-        self._known: tuple[tuple[Any, ...], KernelMap] | None = None
+        self._known: tuple[Tensor, Tensor, GroupedQuadratic] | None = None
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "groups": self.factor.shape[-1] - 1, "eps": self.eps}
@@ -65,16 +65,23 @@ class OAL(Kernel):
         return sum((count + 1) * (count + 2) // 2 for count in self.group_counts)
 
     def map(self) -> KernelMap:
-        """Coefficients for the current factor; kept between calls while nothing is trained."""
-        current = (self.factor, self.factor._version, self.groups, self.dtype)
-        if torch.is_grad_enabled() or self._known is None or not _same(self._known[0], current):
-            made = GroupedQuadratic(
-                self.groups, self.factor, eps=self.eps, scale=self.shape.scale, dtype=self.dtype
-            )
-            if torch.is_grad_enabled():
-                return made
-            self._known = (current, made)
-        return self._known[1]
+        """Coefficients for the current numbers; kept between calls while nothing is trained."""
+        if torch.is_grad_enabled():
+            return self._made()
+        known = self._known
+        if known is None or known[2].dtype != self.dtype or not self._unchanged(known[0], known[1]):
+            known = self._known = (self.groups.clone(), self.factor.detach().clone(), self._made())
+        return known[2]
+
+    def _made(self) -> GroupedQuadratic:
+        return GroupedQuadratic(
+            self.groups, self.factor, eps=self.eps, scale=self.shape.scale, dtype=self.dtype
+        )
+
+    def _unchanged(self, groups: Tensor, factor: Tensor) -> bool:
+        """By value: writes through ``.data`` leave no other trace."""
+        same_device = groups.device == self.groups.device
+        return same_device and torch.equal(groups, self.groups) and torch.equal(factor, self.factor)
 
     def query_features(self, q: Tensor) -> Features:
         return self.map().query_features(q)
@@ -186,12 +193,6 @@ class OAL(Kernel):
             curve += result.curve
         self.assign(groups, kept)
         return FitResult(fit_mse, names, curve)
-
-
-def _same(known: tuple[Any, ...], current: tuple[Any, ...]) -> bool:
-    return all(
-        a is b or (isinstance(a, int) and a == b) for a, b in zip(known, current, strict=True)
-    )
 
 
 def _learned_global(fit: Moments, validation: Moments, eps: float) -> Tensor:

@@ -25,7 +25,7 @@ from linearize.ops.partial import (
 )
 from linearize.ops.state import State
 
-__all__ = ["absorb", "attend", "remember_sinks", "sink_mask"]
+__all__ = ["absorb", "attend", "only_where", "remember_sinks", "sink_mask"]
 
 CHUNK = 128
 SEGMENT = 8  # chunks between two saved states when gradients are needed
@@ -58,17 +58,18 @@ def attend(
         key_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
     settings: dict[str, Any] = dict(scale=scale, sinks=sinks, window=window)
     needs_gradient = torch.is_grad_enabled()
-    step = chunk * SEGMENT if needs_gradient else chunk
+    if not needs_gradient:
+        whole = v.new_empty(*q.shape[:3], v.shape[-1])  # no second copy of the output at the end
+        for start in range(0, q.shape[2], chunk):
+            part = slice(start, start + chunk)
+            inputs = (q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state)
+            whole[:, :, part], state = _chunk(kernel, *inputs, **settings)
+        return whole, state
     outputs = []
-    for start in range(0, q.shape[2], step):
-        part = slice(start, start + step)
+    for start in range(0, q.shape[2], chunk * SEGMENT):
+        part = slice(start, start + chunk * SEGMENT)
         inputs = (q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state)
-        if needs_gradient:
-            output, state = checkpoint(
-                _segment, kernel, *inputs, chunk, settings, use_reentrant=False
-            )
-        else:
-            output, state = _chunk(kernel, *inputs, **settings)
+        output, state = checkpoint(_segment, kernel, *inputs, chunk, settings, use_reentrant=False)
         outputs.append(output)
     return torch.cat(outputs, dim=2), state
 
@@ -134,7 +135,7 @@ def _chunk(
     if sinks or window:
         in_state = state.real - state.recent_mask.sum(1) > sinks
         empty = ~(in_state[:, None] | reach.any(-1))[:, None, :, None]
-        partials = [_only_where(partial, ~empty) for partial in partials]
+        partials = [only_where(partial, ~empty) for partial in partials]
         exact_mask = (distance >= 0) & local_mask[:, None, :]
         exact_mask = exact_mask & torch.where(
             is_sink[:, None, :], (key_at >= before)[None, None], (distance < window)[None]
@@ -199,7 +200,7 @@ def remember_sinks(state: State, k: Tensor, v: Tensor, key_mask: Tensor, is_sink
     return replace(state, real=real)
 
 
-def _only_where(partial: Partial, taken: Tensor) -> Partial:
+def only_where(partial: Partial, taken: Tensor) -> Partial:
     """Mark the rows outside ``taken`` as empty, so that they do not set the common scale."""
     log_scale = partial.log_scale
     if log_scale is None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linearize.ops.chunked import absorb, remember_sinks, sink_mask
+from linearize.ops.chunked import absorb, only_where, remember_sinks, sink_mask
 from linearize.ops.features import KernelMap
-from linearize.ops.partial import Partial, exact_partial, merge, state_partial, with_ones
+from linearize.ops.partial import exact_partial, local_partial, merge, state_partial, with_ones
 from linearize.ops.state import State
 
 __all__ = ["attend"]
@@ -61,8 +61,15 @@ def _step(
     sinks: int,
     window: int,
 ) -> tuple[Tensor, State]:
-    """Let the oldest key leave the window, add it to the state, then read everything once."""
+    """Read everything once, the key that leaves the window pair by pair; then add it to the state.
+
+    Read through the state, the only key of a first token would return its value times a quotient of
+    two sums that are rounded apart: off by percents where its weight is near the kernel's floor.
+    """
     dtype = kernel.dtype
+    query = q.to(dtype)
+    partials = [state_partial(kernel.query_features(query), state.sums, state.log_scale)]
+    in_state = state.real - state.recent_mask.sum(1) > sinks
     local_k = torch.cat([state.recent_keys, k], dim=2)
     local_v = torch.cat([state.recent_values, v], dim=2)
     local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
@@ -72,8 +79,10 @@ def _step(
     if leaving:
         gone = slice(0, leaving)
         joins = (local_mask & ~is_sink)[:, gone]
-        u = with_ones(local_v[:, :, gone].to(dtype))
-        state = absorb(kernel, state, local_k[:, :, gone].to(dtype), u, joins)
+        u, keys = with_ones(local_v[:, :, gone].to(dtype)), local_k[:, :, gone].to(dtype)
+        partials.append(local_partial(kernel.weights(query, keys), u, joins[:, None, None]))
+        in_state = in_state | joins.any(1)
+        state = absorb(kernel, state, keys, u, joins)
     keep = slice(leaving, None)
     state = replace(
         state,
@@ -82,14 +91,8 @@ def _step(
         recent_mask=local_mask[:, keep],
     )
 
-    query = q.to(dtype)
-    partials = [state_partial(kernel.query_features(query), state.sums, state.log_scale)]
     if sinks or window:
-        in_state = (state.real - state.recent_mask.sum(1) > sinks)[:, None, None, None]
-        log_scale = partials[0].log_scale
-        if log_scale is None:
-            log_scale = torch.zeros_like(partials[0].sums[..., :1])
-        partials = [Partial(partials[0].sums, log_scale.masked_fill(~in_state, -torch.inf))]
+        partials = [only_where(partial, in_state[:, None, None, None]) for partial in partials]
         filled = torch.arange(sinks, device=q.device) < state.real[:, None]
         mask = torch.cat([filled, (local_mask & ~is_sink)[:, keep]], dim=1)
         exact_k = torch.cat([state.sink_keys, state.recent_keys], dim=2).to(dtype)
