@@ -305,16 +305,8 @@ def calibrate(
     prompts = arrived.activations(0, first)
     fit = arrived.activations(first, second)
     validation = arrived.activations(second, second + len(division.validation))
-    return Calibration(
-        prompts=prompts,
-        fit=fit,
-        validation=validation,
-        kernel_prompts=prompts,
-        kernel_fit=fit,
-        kernel_validation=validation,
-        scale=layer.shape.scale,
-        layer=layer.index,
-        plan=plan,
+    return Calibration.plain(
+        prompts, fit, validation, scale=layer.shape.scale, layer=layer.index, plan=plan
     )
 
 

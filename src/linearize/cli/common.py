@@ -36,11 +36,21 @@ from linearize.text import read
 
 __all__ = [
     "DEFAULTS",
+    "AlphaOption",
+    "BlockOption",
+    "CenterOption",
+    "EvaluationBlocksOption",
+    "FitBlocksOption",
+    "GammaOption",
     "JsonOption",
     "OverwriteOption",
     "SeedOption",
+    "SinksOption",
+    "TauOption",
     "TextOption",
+    "ValidationBlocksOption",
     "Verbs",
+    "WindowOption",
     "check_file",
     "check_texts",
     "load_model",
@@ -99,6 +109,29 @@ TextOption = Annotated[
         "documentation that comes with Python.",
     ),
 ]
+# The settings of a plan that several verbs take; `convert` has them all.
+WindowOption = Annotated[int, typer.Option("--window", help="Latest keys kept exact.")]
+SinksOption = Annotated[int, typer.Option("--sinks", help="First keys kept exact.")]
+CenterOption = Annotated[
+    bool, typer.Option("--center", help="Take a fitted mean off the keys the kernel sees.")
+]
+AlphaOption = Annotated[
+    float, typer.Option("--alpha", help="Share of the dimensions that may be cut off the bulk.")
+]
+GammaOption = Annotated[
+    float, typer.Option("--gamma", help="Bootstrap support a cut between groups needs.")
+]
+TauOption = Annotated[float, typer.Option("--tau", help="Ratio a gap between groups needs.")]
+EvaluationBlocksOption = Annotated[
+    int, typer.Option("--evaluation-blocks", min=1, help="First blocks of the text, held out.")
+]
+FitBlocksOption = Annotated[
+    int, typer.Option("--fit-blocks", help="Blocks to fit on, after the held-out ones.")
+]
+ValidationBlocksOption = Annotated[
+    int, typer.Option("--validation-blocks", help="Blocks that choose between fits, after those.")
+]
+BlockOption = Annotated[int, typer.Option("--block", help="Tokens per block.")]
 
 
 class Verbs(TyperGroup):

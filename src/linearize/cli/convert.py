@@ -12,10 +12,19 @@ from linearize import kernels
 from linearize.checkpoint import save
 from linearize.cli.common import (
     DEFAULTS,
+    AlphaOption,
+    BlockOption,
+    CenterOption,
+    FitBlocksOption,
+    GammaOption,
     JsonOption,
     OverwriteOption,
     SeedOption,
+    SinksOption,
+    TauOption,
     TextOption,
+    ValidationBlocksOption,
+    WindowOption,
     check_texts,
     load_model,
     note,
@@ -60,11 +69,9 @@ def convert(
         Option("--layers", help='Zero-based layers: "3-26", "4,12,20", "all" or "middle".'),
     ] = "middle",
     text: TextOption = None,
-    window: Annotated[int, Option("--window", help="Latest keys kept exact.")] = DEFAULTS.window,
-    sinks: Annotated[int, Option("--sinks", help="First keys kept exact.")] = DEFAULTS.sinks,
-    center: Annotated[
-        bool, Option("--center", help="Take a fitted mean off the keys the kernel sees.")
-    ] = DEFAULTS.center,
+    window: WindowOption = DEFAULTS.window,
+    sinks: SinksOption = DEFAULTS.sinks,
+    center: CenterOption = DEFAULTS.center,
     groups: Annotated[
         int | None,
         Option("--groups", help="Groups per head, instead of as many as the data shows."),
@@ -72,23 +79,15 @@ def convert(
     min_groups: Annotated[
         int, Option("--min-groups", help="Fewest groups per head found in the data.")
     ] = DEFAULTS.min_groups,
-    alpha: Annotated[
-        float, Option("--alpha", help="Share of the dimensions that may be cut off the bulk.")
-    ] = DEFAULTS.alpha,
-    gamma: Annotated[
-        float, Option("--gamma", help="Bootstrap support a cut between groups needs.")
-    ] = DEFAULTS.gamma,
-    tau: Annotated[float, Option("--tau", help="Ratio a gap between groups needs.")] = DEFAULTS.tau,
+    alpha: AlphaOption = DEFAULTS.alpha,
+    gamma: GammaOption = DEFAULTS.gamma,
+    tau: TauOption = DEFAULTS.tau,
     prompts: Annotated[
         int, Option("--prompts", help="Prompts the groups are found on.")
     ] = DEFAULTS.prompts,
-    block: Annotated[int, Option("--block", help="Tokens per fitting block.")] = DEFAULTS.block,
-    fit_blocks: Annotated[
-        int, Option("--fit-blocks", help="Blocks to fit on.")
-    ] = DEFAULTS.fit_blocks,
-    validation_blocks: Annotated[
-        int, Option("--validation-blocks", help="Blocks to measure the error on.")
-    ] = DEFAULTS.validation_blocks,
+    block: BlockOption = DEFAULTS.block,
+    fit_blocks: FitBlocksOption = DEFAULTS.fit_blocks,
+    validation_blocks: ValidationBlocksOption = DEFAULTS.validation_blocks,
     skip_blocks: Annotated[
         int, Option("--skip-blocks", help="First blocks of the text, left untouched as held-out.")
     ] = DEFAULTS.skip_blocks,

@@ -15,10 +15,17 @@ from typer import Option
 from linearize import diagnose as measure
 from linearize.cli.common import (
     DEFAULTS,
+    AlphaOption,
+    BlockOption,
+    EvaluationBlocksOption,
+    FitBlocksOption,
+    GammaOption,
     JsonOption,
     OverwriteOption,
     SeedOption,
+    TauOption,
     TextOption,
+    ValidationBlocksOption,
     check_texts,
     load_model,
     note,
@@ -112,24 +119,14 @@ def diagnose(
     fitted: Annotated[
         bool, Option("--fitted", help="Fit the kernels before retained-error; the paper does not.")
     ] = False,
-    alpha: Annotated[
-        float, Option("--alpha", help="Share of the dimensions that may be cut off the bulk.")
-    ] = DEFAULTS.alpha,
-    gamma: Annotated[
-        float, Option("--gamma", help="Bootstrap support a cut between groups needs.")
-    ] = DEFAULTS.gamma,
-    tau: Annotated[float, Option("--tau", help="Ratio a gap between groups needs.")] = DEFAULTS.tau,
+    alpha: AlphaOption = DEFAULTS.alpha,
+    gamma: GammaOption = DEFAULTS.gamma,
+    tau: TauOption = DEFAULTS.tau,
     prompts: Annotated[int, Option("--prompts", help="Calibration prompts.")] = DEFAULTS.prompts,
-    block: Annotated[int, Option("--block", help="Tokens per block.")] = DEFAULTS.block,
-    evaluation_blocks: Annotated[
-        int, Option("--evaluation-blocks", min=1, help="First blocks of the text, held out.")
-    ] = DEFAULTS.skip_blocks,
-    fit_blocks: Annotated[
-        int, Option("--fit-blocks", help="Blocks to fit on, after the held-out ones.")
-    ] = DEFAULTS.fit_blocks,
-    validation_blocks: Annotated[
-        int, Option("--validation-blocks", help="Blocks that choose between fits, after those.")
-    ] = DEFAULTS.validation_blocks,
+    block: BlockOption = DEFAULTS.block,
+    evaluation_blocks: EvaluationBlocksOption = DEFAULTS.skip_blocks,
+    fit_blocks: FitBlocksOption = DEFAULTS.fit_blocks,
+    validation_blocks: ValidationBlocksOption = DEFAULTS.validation_blocks,
     out: Annotated[
         Path | None,
         Option("--out", metavar="DIR", help="Folder of figures, results and an index of them."),

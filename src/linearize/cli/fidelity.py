@@ -13,10 +13,17 @@ from typer import Option
 
 from linearize.cli.common import (
     DEFAULTS,
+    BlockOption,
+    CenterOption,
+    EvaluationBlocksOption,
+    FitBlocksOption,
     JsonOption,
     OverwriteOption,
     SeedOption,
+    SinksOption,
     TextOption,
+    ValidationBlocksOption,
+    WindowOption,
     check_texts,
     load_model,
     note,
@@ -62,21 +69,13 @@ def fidelity(
         str,
         Option("--kernels", metavar="A,B|all", help="Names of kernels; see `linearize kernels`."),
     ] = "all",
-    block: Annotated[int, Option("--block", help="Tokens per block.")] = DEFAULTS.block,
-    evaluation_blocks: Annotated[
-        int, Option("--evaluation-blocks", min=1, help="First blocks of the text, held out.")
-    ] = DEFAULTS.skip_blocks,
-    fit_blocks: Annotated[
-        int, Option("--fit-blocks", help="Blocks to fit on, after the held-out ones.")
-    ] = DEFAULTS.fit_blocks,
-    validation_blocks: Annotated[
-        int, Option("--validation-blocks", help="Blocks that choose between fits, after those.")
-    ] = DEFAULTS.validation_blocks,
-    window: Annotated[int, Option("--window", help="Latest keys kept exact.")] = DEFAULTS.window,
-    sinks: Annotated[int, Option("--sinks", help="First keys kept exact.")] = DEFAULTS.sinks,
-    center: Annotated[
-        bool, Option("--center", help="Take a fitted mean off the keys the kernel sees.")
-    ] = DEFAULTS.center,
+    block: BlockOption = DEFAULTS.block,
+    evaluation_blocks: EvaluationBlocksOption = DEFAULTS.skip_blocks,
+    fit_blocks: FitBlocksOption = DEFAULTS.fit_blocks,
+    validation_blocks: ValidationBlocksOption = DEFAULTS.validation_blocks,
+    window: WindowOption = DEFAULTS.window,
+    sinks: SinksOption = DEFAULTS.sinks,
+    center: CenterOption = DEFAULTS.center,
     solver: Annotated[
         str,
         Option("--solver", metavar="moments|adam", help="Of oal and global; adam is the paper's."),

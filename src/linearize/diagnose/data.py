@@ -123,16 +123,8 @@ def calibrate(
 ) -> Calibration:
     """The calibration of one layer; without fitting blocks, the prompts stand for them."""
     fit, validation = fit or prompts, validation or prompts
-    return Calibration(
-        prompts=prompts,
-        fit=fit,
-        validation=validation,
-        kernel_prompts=prompts,
-        kernel_fit=fit,
-        kernel_validation=validation,
-        scale=layer.shape.scale,
-        layer=layer.index,
-        plan=plan,
+    return Calibration.plain(
+        prompts, fit, validation, scale=layer.shape.scale, layer=layer.index, plan=plan
     )
 
 

@@ -62,6 +62,21 @@ class Calibration:
     view: Callable[[KernelMap], KernelMap] = lambda kernel: kernel
     parameters: tuple[nn.Parameter, ...] = ()
 
+    @staticmethod
+    def plain(
+        prompts: Activations,
+        fit: Activations,
+        validation: Activations,
+        *,
+        scale: float,
+        layer: int,
+        plan: Plan,
+    ) -> Calibration:
+        """Activations as they are: the kernel sees the model's own keys."""
+        return Calibration(
+            prompts, fit, validation, prompts, fit, validation, scale=scale, layer=layer, plan=plan
+        )
+
     def generator(self, purpose: int) -> torch.Generator:
         """A generator that depends on the plan's seed, the layer and the purpose alone."""
         seed = (self.plan.seed * 1_000_003 + self.layer) * 101 + purpose
