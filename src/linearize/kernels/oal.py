@@ -39,10 +39,9 @@ class OAL(Kernel):
         super().__init__(shape, seed=seed)
         self.eps = eps
         self.groups: Tensor
-        self.register_buffer(
-            "groups",
-            torch.zeros(shape.query_heads, shape.head_dim, dtype=torch.long, device="cpu"),
-        )
+        start = torch.arange(shape.head_dim, device="cpu") - (shape.head_dim - groups)
+        start = start.clamp(min=0).expand(shape.query_heads, -1).clone()
+        self.register_buffer("groups", start)  # a placeholder until `fit` or a checkpoint fills it
         factor = taylor_factor(groups).float().expand(shape.query_heads, -1, -1)
         self.factor = nn.Parameter(factor.clone())
         self._known: tuple[Tensor, Tensor, GroupedQuadratic] | None = None
