@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from linearize.errors import TextError
 from linearize.plan import Plan
 
-__all__ = ["Division", "Source", "default_text", "divide", "split_blocks", "tokenize"]
+__all__ = ["Division", "Source", "default_text", "divide", "evenly", "split_blocks", "tokenize"]
 
 SUFFIXES = (".txt", ".raw", ".jsonl", ".json", ".md", ".text")
 Source = str | Path | Sequence[str] | Sequence[Path] | Tensor
@@ -124,16 +124,21 @@ def divide(tokens: Tensor, plan: Plan) -> Division:
     rest = tokens[stop * plan.block :]
     if len(rest) < plan.prompts * plan.prompt_length:
         rest = tokens[start * plan.block : middle * plan.block]
-    length = min(plan.prompt_length, len(rest))
-    last = len(rest) - length
-    starts = [round(i * last / max(1, plan.prompts - 1)) for i in range(plan.prompts)]
     return Division(
-        [rest[at : at + length] for at in starts],
+        evenly(rest, plan.prompts, plan.prompt_length),
         blocks[start:middle],
         blocks[middle:stop],
         list(range(start, middle)),
         list(range(middle, stop)),
     )
+
+
+def evenly(tokens: Tensor, count: int, length: int) -> list[Tensor]:
+    """``count`` pieces of ``length`` tokens (or of all, if fewer), evenly over a text."""
+    length = min(length, len(tokens))
+    last = len(tokens) - length
+    starts = [round(at * last / max(1, count - 1)) for at in range(count)]
+    return [tokens[start : start + length] for start in starts]
 
 
 def _names_a_file(text: str) -> bool:

@@ -24,7 +24,6 @@ __all__ = [
     "Progress",
     "calibrate",
     "check_head",
-    "evenly",
     "gaussian_like",
     "generator",
     "oal_groups",
@@ -145,14 +144,6 @@ def gaussian_like(data: Activations, source: torch.Generator) -> Activations:
     q = torch.randn(data.q.shape, generator=source)
     k = torch.randn(data.k.shape, generator=source)
     return Activations(q, k, data.v)
-
-
-def evenly(tokens: Tensor, count: int, length: int) -> list[Tensor]:
-    """``count`` pieces of ``length`` tokens, evenly over a text."""
-    length = min(length, len(tokens))
-    last = len(tokens) - length
-    starts = [round(at * last / max(1, count - 1)) for at in range(count)]
-    return [tokens[start : start + length] for start in starts]
 
 
 def top_share(profile: Tensor, count: int = TOP) -> Tensor:

@@ -11,7 +11,6 @@ from linearize.diagnose.data import (
     TOP,
     Progress,
     check_head,
-    evenly,
     prepare,
     silent,
     stream,
@@ -19,7 +18,7 @@ from linearize.diagnose.data import (
 from linearize.grouping import contributions
 from linearize.models import Loaded
 from linearize.plan import Plan
-from linearize.text import Source
+from linearize.text import Source, evenly
 
 __all__ = ["HeadStability", "Prefix", "Stability", "prefix_lengths", "spearman", "stability"]
 

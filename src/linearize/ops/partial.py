@@ -21,6 +21,7 @@ __all__ = [
     "local_partial",
     "merge",
     "state_partial",
+    "unfold_heads",
     "with_ones",
 ]
 
