@@ -10,7 +10,7 @@ LAYERS = (  # lowest first; a new top-level module or package is placed here
     ("errors", "versions", "plan", "output", "parts"),
     ("ops",),
     ("grouping", "fitting"),
-    ("kernels",),
+    ("kernels", "transform"),
     ("attention",),
     ("interface", "models", "text", "capture"),
     ("cache", "convert", "checkpoint", "coefficients"),

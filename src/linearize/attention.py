@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from linearize import kernels
+from linearize.errors import PlanError
 from linearize.fitting import Activations, Calibration, FitResult, softmax_outputs
 from linearize.kernels import HeadShape, Kernel
 from linearize.ops import Features, KernelMap, State, Weights, kernel_attention
+from linearize.ops.quadratic import feature_count
 from linearize.plan import Plan
+from linearize.transform import KeyTransform
 
 __all__ = ["LayerError", "LinearAttention", "Part"]
 
@@ -37,9 +40,12 @@ class LinearAttention(nn.Module):
     """A kernel with its key transform and its exact neighbours, under one shared denominator.
 
     Args:
-        kernel: the kernel.
+        kernel: the kernel, shaped like the heads it serves.
         sinks, window: how many first and latest keys stay exact.
-        center: whether the kernel sees ``k - center``; softmax is unchanged by such a shift.
+        center: whether the kernel sees ``k - μ``; softmax is unchanged by such a shift.
+        rank: how many directions of the keys the kernel sees; ``None`` for all.
+        heads: the layer's KV heads that the kernel serves; the others keep their softmax. ``None``: all.
+        shape: of the whole layer, if the kernel serves a part of it.
 
     ``part`` restricts the layer to its exact keys or to its kernel, to see what each is worth;
     with ``"kernel"`` every key goes through the kernel.
@@ -50,17 +56,24 @@ class LinearAttention(nn.Module):
     """
 
     def __init__(
-        self, kernel: Kernel, *, sinks: int = 0, window: int = 0, center: bool = False
+        self,
+        kernel: Kernel,
+        *,
+        sinks: int = 0,
+        window: int = 0,
+        center: bool = False,
+        rank: int | None = None,
+        heads: tuple[int, ...] | None = None,
+        shape: HeadShape | None = None,
     ) -> None:
         super().__init__()
         self.kernel = kernel
         self.sinks = sinks
         self.window = EVERY_KEY if kernel.exact else window
+        self.heads = heads
+        self.shape = shape or kernel.shape
         shape = kernel.shape
-        self.center: Tensor | None
-        self.register_buffer(
-            "center", torch.zeros(shape.kv_heads, shape.head_dim, device="cpu") if center else None
-        )
+        self.keys = KeyTransform(shape.kv_heads, shape.head_dim, center=center, rank=rank)
         self.part: Part = "both"
         self.active = True  # false: the module falls through to the softmax it had
         self.cache_layer: Any = None  # the cache layer of the call under way, set by its pre-hook
@@ -72,13 +85,60 @@ class LinearAttention(nn.Module):
     def from_plan(
         plan: Plan, shape: HeadShape, layer: int, settings: dict[str, Any] | None = None
     ) -> LinearAttention:
-        """The unfitted layer ``plan`` asks for; ``settings`` rebuild a stored kernel's structure."""
+        """The unfitted layer ``plan`` asks for; ``settings`` say what is known of its structure.
+
+        Args:
+            plan: the plan. shape: of the whole layer. layer: zero-based index.
+            settings: parts of what :meth:`settings` returned; the plan decides the rest.
+
+        Raises:
+            PlanError: the kernel has no such option, or cannot work on the plan's directions.
+        """
         cls = kernels.get(plan.kernel)
-        if settings is None:
-            settings = {"seed": plan.seed * 1000 + layer, **plan.options}
+        known = {"rank": plan.state_rank, "heads": None, **(settings or {})}
+        rank, heads = known["rank"], known["heads"]
+        if rank is not None:
+            _check_rank(cls, rank, shape)
+        served = shape
+        if heads is not None:
+            heads = tuple(heads)
+            served = replace(shape, query_heads=len(heads) * shape.ratio, kv_heads=len(heads))
+        options = known.get("kernel", {"seed": plan.seed * 1000 + layer, **plan.options})
         return LinearAttention(
-            cls.build(shape, settings), sinks=plan.sinks, window=plan.window, center=plan.center
+            cls.build(served, options),
+            sinks=plan.sinks,
+            window=plan.window,
+            center=plan.center,
+            rank=rank,
+            heads=heads,
+            shape=shape,
         )
+
+    def settings(self) -> dict[str, Any]:
+        """What :meth:`from_plan` needs, beside plan and shape, to rebuild this structure, as JSON."""
+        heads = None if self.heads is None else list(self.heads)
+        return {"kernel": self.kernel.settings(), "rank": self.keys.rank, "heads": heads}
+
+    def select(self, heads: Sequence[int]) -> LinearAttention:
+        """The same for some of the KV heads it serves (numbered as in the layer), a copy."""
+        served = range(self.kernel.shape.kv_heads) if self.heads is None else self.heads
+        rows = [list(served).index(head) for head in heads]
+        ratio = self.kernel.shape.ratio
+        part = LinearAttention(
+            self.kernel.select(rows),
+            sinks=self.sinks,
+            window=self.window,
+            center=self.keys.center is not None,
+            rank=self.keys.rank,
+            heads=tuple(heads),
+            shape=self.shape,
+        )
+        part.part, part.active = self.part, self.active
+        for name, value in self.keys.state_dict().items():
+            getattr(part.keys, name).data = value[rows].clone()
+        if self.gain is not None and part.gain is not None:
+            part.gain.data = self.gain.detach().unflatten(0, (-1, ratio))[rows].flatten().clone()
+        return part.to(self._device)
 
     def forward(
         self,
@@ -109,12 +169,13 @@ class LinearAttention(nn.Module):
         gain: Tensor | None = self.gain
         if self.part == "exact":  # weights of zero: only the exact keys speak
             gain = torch.full((self.kernel.shape.query_heads,), -torch.inf, device=self._device)
-        return _View(self.kernel.map(), self.center, gain)
+        up = self.keys.up
+        kernel = self.kernel.map() if up is None else self.kernel.projected(up)
+        return _View(kernel, self.keys, gain)
 
     def fit(self, calibration: Calibration) -> FitResult | None:
         """Fit the key transform, then the kernel (and its gain) on frozen activations."""
-        if self.center is not None:
-            self.center = calibration.fit.k.double().mean((0, 2)).to(self.center)
+        self.keys.fit(calibration.fit, self.sinks)
         calibration = replace(
             calibration,
             kernel_prompts=self.transformed(calibration.prompts),
@@ -148,13 +209,18 @@ class LinearAttention(nn.Module):
         if self.kernel.exact:
             return 0
         shape, element = self.kernel.shape, torch.finfo(self.kernel.dtype).bits // 8
-        sums = self.kernel.state_heads * self.kernel.feature_count * (shape.value_dim + 1)
+        rank = self.keys.rank
+        features = self.kernel.feature_count if rank is None else feature_count(rank)
+        sums = self.kernel.state_heads * features * (shape.value_dim + 1)
         exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)
         return sums * element + exact * 4
 
     def transformed(self, data: Activations) -> Activations:
         """The activations with the keys as the kernel sees them."""
-        return data if self.center is None else data.with_keys(data.k - self.center[:, None])
+        if self.keys.identity:
+            return data
+        with torch.no_grad():
+            return data.with_keys(self.keys(data.k))
 
     @property
     def _device(self) -> torch.device:
@@ -172,11 +238,27 @@ class LinearAttention(nn.Module):
         return self
 
 
-class _View:
-    """A kernel map seen through a centring of the keys and a gain on the weights."""
+def _check_rank(kernel: type[Kernel], rank: int, shape: HeadShape) -> None:
+    if not kernel.projects:
+        able = [name for name in kernels.available() if kernels.get(name).projects]
+        raise PlanError(
+            f"a state of rank {rank} for kernel {kernel.name!r}",
+            "a kernel whose state does not shrink with the directions of the keys",
+            f"Use one of {', '.join(able)}, or leave the rank out.",
+        )
+    if rank > shape.head_dim:
+        raise PlanError(
+            f"a state of rank {rank}",
+            f"keys of {shape.head_dim} dimensions",
+            f"Use at most {shape.head_dim}; leaving the rank out keeps them all.",
+        )
 
-    def __init__(self, kernel: KernelMap, center: Tensor | None, gain: Tensor | None) -> None:
-        self._kernel, self._center, self._gain = kernel, center, gain
+
+class _View:
+    """A kernel map seen through a transform of the keys and a gain on the weights."""
+
+    def __init__(self, kernel: KernelMap, keys: KeyTransform | None, gain: Tensor | None) -> None:
+        self._kernel, self._keys, self._gain = kernel, keys, gain
         self.dtype = kernel.dtype
         self.shared_state = kernel.shared_state
 
@@ -192,7 +274,7 @@ class _View:
         return Weights(values, self._with_gain(query_log, q), key_log)
 
     def _see(self, k: Tensor) -> Tensor:
-        return k if self._center is None else k - self._center.to(k.dtype)[:, None]
+        return k if self._keys is None else self._keys.coordinates(k)
 
     def _with_gain(self, log_scale: Tensor | None, q: Tensor) -> Tensor | None:
         if self._gain is None:

@@ -18,7 +18,8 @@ class LinearCacheLayer(CacheLayerMixin):
     """Holds a :class:`State` instead of keys and values; its size does not depend on the length.
 
     ``update`` returns only the new keys and values; the attention function folds them into the
-    state it finds here.
+    state it finds here. KV heads of the layer that keep their softmax have their keys and values in
+    ``exact``, which grows.
     """
 
     is_sliding = False
@@ -29,6 +30,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: State | None = None
+        self.exact = DynamicLayer()
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -70,19 +72,23 @@ class LinearCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.length, self.is_initialized = None, 0, False
+        self.state, self.exact, self.length = None, DynamicLayer(), 0
+        self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams."""
         self._change(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        self.exact.reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence."""
         self._change(lambda t: t.repeat_interleave(repeats, dim=0))
+        self.exact.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep some sequences."""
         self._change(lambda t: t[indices.to(t.device)])
+        self.exact.batch_select_indices(indices)
 
     def offload(self) -> None:
         """The state is small; it stays where it is used."""

@@ -132,10 +132,10 @@ def load_adapter(base: Loaded, folder: str | Path) -> Loaded:
     present = {layer.index: layer for layer in attention_layers(base.model)}
     for index, linear in layers.items():
         there = present.get(index)
-        if there is None or there.shape != linear.kernel.shape:
+        if there is None or there.shape != linear.shape:
             found = "no such layer" if there is None else str(there.shape)
             raise CheckpointError(
-                f"adapter {folder} for layer {index} with {linear.kernel.shape}",
+                f"adapter {folder} for layer {index} with {linear.shape}",
                 f"a base with {found}",
                 f"Use the base it was made for ({section.get('base')}).",
             )

@@ -111,10 +111,10 @@ def _plain(index: int, linear: LinearAttention) -> OAL:
             f"kernel {kernel.name!r}, which has no groups",
             "Only OAL and the learned global quadratic can be written in this form.",
         )
-    if linear.sinks or linear.window or linear.center is not None:
+    if linear.sinks or linear.window or not linear.keys.identity or linear.heads:
         raise CheckpointError(
             f"the coefficients of layer {index}",
-            "exact keys or a centre beside the kernel, which the file cannot hold",
+            "exact keys or heads, or transformed keys, which the file cannot hold",
             "Save the model with linearize.save(..., adapter_only=True) instead.",
         )
     return kernel

@@ -271,8 +271,8 @@ def describe(
         "layers": {
             str(index): {
                 "name": names[index],
-                "shape": asdict(linear.kernel.shape),
-                "kernel": linear.kernel.settings(),
+                "shape": asdict(linear.shape),
+                **linear.settings(),
             }
             for index, linear in sorted(fitted.items())
         },
@@ -287,7 +287,7 @@ def rebuild(section: dict[str, Any]) -> tuple[dict[int, LinearAttention], dict[i
         index = int(key)
         names[index] = entry["name"]
         shape = HeadShape(**entry["shape"])
-        layers[index] = LinearAttention.from_plan(plan, shape, index, entry["kernel"])
+        layers[index] = LinearAttention.from_plan(plan, shape, index, entry)
     return layers, names, plan
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,23 +87,65 @@ def attention(
             return replacement.transpose(1, 2).contiguous(), None
     linear = getattr(module, "linear_attention", None)
     if isinstance(linear, LinearAttention) and linear.active:
-        return _linear(linear, query, key, value, attention_mask), None
+        exact = partial(_exact, module, mask=attention_mask, dropout=dropout, scale=scale, **kwargs)
+        return _linear(linear, query, key, value, attention_mask, exact), None
+    return _exact(module, query, key, value, attention_mask, dropout, scale, **kwargs), None
+
+
+def _exact(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scale: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Softmax attention, ``[B, N, Hq, dv]``."""
     output, _ = AttentionInterface()["sdpa"](
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        module, q, k, v, mask, dropout=dropout, scaling=scale, **kwargs
     )
-    return output, None
+    return output
 
 
 def _linear(
-    linear: LinearAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    linear: LinearAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    exact: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
+    """The layer's output ``[B, N, Hq, dv]``: its kernel's heads, and ``exact`` for the others."""
     key_mask = None if mask is None else _key_mask(mask, q.shape[2])[:, -q.shape[2] :]
     layer, linear.cache_layer = linear.cache_layer, None
-    if layer is None:
-        output, _ = linear(q, k, v, key_mask=key_mask)
+    state = None if layer is None else layer.state
+    if linear.heads is None:
+        output, state = linear(q, k, v, key_mask=key_mask, state=state)
+        output = output.transpose(1, 2).contiguous()
     else:
-        output, layer.state = linear(q, k, v, key_mask=key_mask, state=layer.state)
-    return output.transpose(1, 2).contiguous()
+        kv_heads, served = k.shape[1], list(linear.heads)
+        others = [head for head in range(kv_heads) if head not in served]
+        by_head = q.unflatten(1, (kv_heads, -1))
+        output = q.new_empty(q.shape[0], q.shape[2], kv_heads, by_head.shape[2], v.shape[-1])
+        part, state = linear(
+            by_head[:, served].flatten(1, 2),
+            k[:, served],
+            v[:, served],
+            key_mask=key_mask,
+            state=state,
+        )
+        kept_k, kept_v = k[:, others], v[:, others]
+        if layer is not None:
+            kept_k, kept_v = layer.exact.update(kept_k, kept_v)
+        kept = exact(by_head[:, others].flatten(1, 2), kept_k, kept_v)
+        output[:, :, served] = part.transpose(1, 2).unflatten(2, (len(served), -1))
+        output[:, :, others] = kept.unflatten(2, (len(others), -1)).to(output.dtype)
+        output = output.flatten(2, 3)
+    if layer is not None:
+        layer.state = state
+    return output
 
 
 def _key_mask(mask: Tensor, queries: int) -> Tensor:

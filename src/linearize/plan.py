@@ -27,6 +27,19 @@ class Plan(BaseModel):
         window: how many of the latest keys stay exact (0: none).
         sinks: how many of the first keys of each sequence stay exact (0: none).
         center: subtract a fitted per-KV-head mean from every key before the kernel sees it.
+        state_rank: how many directions of the keys the kernel sees, for a state of
+            ``1 + r + r(r+1)/2`` features (OAL and the learned global quadratic); all by default.
+        state_budget: bytes for the states of all converted layers of one sequence; the rank of every
+            layer is chosen so that the logits lose least.
+        heads: ``"all"``, or ``"auto"`` to keep the softmax of those KV heads whose conversion costs
+            most. With it, or with ``layers="auto"``, one of the next three says how much is kept.
+        keep: how many layers or KV heads keep their softmax: ``"16"`` or ``"10%"``.
+        max_kl: keep as many as it takes to bring the divergence of the predictions from the
+            original model's, in nats per token, down to this.
+        memory_budget: keep as many as this many bytes of decoding memory allow, for one sequence of
+            ``context`` tokens in fp32.
+        fitting: ``"frozen"`` fits every layer on the original model's activations, ``"sequential"``
+            on those of the model whose earlier layers are converted already.
         alpha, gamma, tau, min_groups, bootstrap: the bootstrap grouping of appendix B.
         groups: a fixed number of groups for every head instead of the bootstrap grouping.
         prompts, prompt_length: calibration prompts for the contribution profiles (tokens each).
@@ -48,6 +61,14 @@ class Plan(BaseModel):
     window: int = Field(0, ge=0)
     sinks: int = Field(0, ge=0)
     center: bool = False
+    state_rank: int | None = Field(None, ge=1)
+    state_budget: int | None = Field(None, ge=1)
+    heads: Literal["all", "auto"] = "all"
+    keep: str | None = None
+    max_kl: float | None = Field(None, gt=0)
+    memory_budget: int | None = Field(None, ge=1)
+    context: int = Field(8192, ge=1)
+    fitting: Literal["frozen", "sequential"] = "frozen"
     alpha: float = Field(0.25, gt=0, le=1)
     gamma: float = Field(0.9, ge=0, le=1)
     tau: float = Field(1.5, gt=0)

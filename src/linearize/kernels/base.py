@@ -6,7 +6,8 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -53,6 +54,7 @@ class Kernel(nn.Module, ABC):
         shared_state: one state serves all query heads of a KV head.
         head_wise: every parameter leads with the query head, so each head is selected on its own.
         exact: it is softmax itself; a layer keeps every key for it instead of a state.
+        projects: keys in r directions give it a smaller state; see :meth:`projected`.
     """
 
     name: ClassVar[str]
@@ -62,6 +64,7 @@ class Kernel(nn.Module, ABC):
     dtype: torch.dtype = torch.float32
     head_wise: ClassVar[bool] = True
     exact: ClassVar[bool] = False
+    projects: ClassVar[bool] = False
 
     def __init__(self, shape: HeadShape, *, seed: int = 0) -> None:
         super().__init__()
@@ -116,6 +119,33 @@ class Kernel(nn.Module, ABC):
     def map(self) -> KernelMap:
         """The kernel map for the current parameters, made once per attention call."""
         return self
+
+    def projected(self, directions: Tensor) -> KernelMap:
+        """The same kernel on keys ``k = directions @ z``, as a map on the coordinates ``z``.
+
+        ``directions`` is ``[Hkv, d, r]``; the map has ``1 + r + r(r+1)/2`` features. Only kernels with
+        ``projects`` have one.
+        """
+        raise NotImplementedError
+
+    def select(self, kv_heads: Sequence[int]) -> Kernel:
+        """The kernel of some KV heads, with their query heads, as a kernel of its own.
+
+        Numbers that belong to a head lead with it (query or KV head); all others are shared.
+        """
+        shape = self.shape
+        queries = [h * shape.ratio + i for h in kv_heads for i in range(shape.ratio)]
+        part = replace(shape, query_heads=len(queries), kv_heads=len(kv_heads))
+        chosen = type(self).build(part, self.settings())
+        numbers = {**dict(chosen.named_parameters()), **dict(chosen.named_buffers())}
+        with torch.no_grad():
+            for name, value in self.state_dict().items():
+                if numbers[name].shape != value.shape:
+                    heads = queries if len(value) == shape.query_heads else list(kv_heads)
+                    value = value[heads]
+                numbers[name].data = value.clone()
+        chosen.dtype = self.dtype
+        return chosen
 
     def fit(self, calibration: Calibration) -> FitResult | None:
         """Learn structure and parameters from frozen activations; ``None`` if there is nothing to.

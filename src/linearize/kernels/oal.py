@@ -12,6 +12,7 @@ from linearize.fitting.solve import embed_global, evaluate, refine_on_parts, tay
 from linearize.grouping import bootstrap_groups, contributions, fixed_groups
 from linearize.kernels.base import HeadShape, Kernel
 from linearize.ops.features import Features, KernelMap, Weights
+from linearize.ops.projected import ProjectedQuadratic
 from linearize.ops.quadratic import GroupedQuadratic, feature_count
 
 __all__ = ["OAL"]
@@ -32,6 +33,7 @@ class OAL(Kernel):
     name = "oal"
     title = "OAL"
     source = "Outlier-Aware Attention Linearization, sections 4.1-4.3"
+    projects = True
 
     def __init__(
         self, shape: HeadShape, *, groups: int = 2, eps: float = 1e-6, seed: int = 0
@@ -44,7 +46,7 @@ class OAL(Kernel):
         self.register_buffer("groups", start)  # a placeholder until `fit` or a checkpoint fills it
         factor = taylor_factor(groups).float().expand(shape.query_heads, -1, -1)
         self.factor = nn.Parameter(factor.clone())
-        self._known: tuple[Tensor, Tensor, GroupedQuadratic] | None = None
+        self._known: dict[type, tuple[tuple[Tensor, ...], KernelMap]] = {}
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "groups": self.factor.shape[-1] - 1, "eps": self.eps}
@@ -64,23 +66,23 @@ class OAL(Kernel):
         return sum((count + 1) * (count + 2) // 2 for count in self.group_counts)
 
     def map(self) -> KernelMap:
+        return self._map(GroupedQuadratic, self.groups, self.factor)
+
+    def projected(self, directions: Tensor) -> KernelMap:
+        return self._map(ProjectedQuadratic, self.groups, self.factor, directions)
+
+    def _map(
+        self, form: type[GroupedQuadratic] | type[ProjectedQuadratic], *numbers: Tensor
+    ) -> KernelMap:
         """Coefficients for the current numbers; kept between calls while nothing is trained."""
+        settings = dict(eps=self.eps, scale=self.shape.scale, dtype=self.dtype)
         if torch.is_grad_enabled():
-            return self._made()
-        known = self._known
-        if known is None or known[2].dtype != self.dtype or not self._unchanged(known[0], known[1]):
-            known = self._known = (self.groups.clone(), self.factor.detach().clone(), self._made())
-        return known[2]
-
-    def _made(self) -> GroupedQuadratic:
-        return GroupedQuadratic(
-            self.groups, self.factor, eps=self.eps, scale=self.shape.scale, dtype=self.dtype
-        )
-
-    def _unchanged(self, groups: Tensor, factor: Tensor) -> bool:
-        """By value: writes through ``.data`` leave no other trace."""
-        same_device = groups.device == self.groups.device
-        return same_device and torch.equal(groups, self.groups) and torch.equal(factor, self.factor)
+            return form(*numbers, **settings)  # type: ignore[arg-type]
+        known = self._known.get(form)
+        if known is None or known[1].dtype != self.dtype or not _equal(known[0], numbers):
+            kept = tuple(number.detach().clone() for number in numbers)
+            known = self._known[form] = kept, form(*numbers, **settings)  # type: ignore[arg-type]
+        return known[1]
 
     def query_features(self, q: Tensor) -> Features:
         return self.map().query_features(q)
@@ -216,3 +218,9 @@ def _collect(
         positions=plan.positions * (4 if validation else 1),
         generator=calibration.generator(5 if validation else 6),
     )
+
+
+def _equal(known: tuple[Tensor, ...], numbers: tuple[Tensor, ...]) -> bool:
+    """By value: writes through ``.data`` leave no other trace."""
+    pairs = list(zip(known, numbers, strict=True))
+    return all(one.device == other.device and torch.equal(one, other) for one, other in pairs)
