@@ -17,6 +17,7 @@ from linearize.cli.evaluate import evaluate
 from linearize.cli.fidelity import fidelity
 from linearize.cli.generate import generate
 from linearize.cli.kernels import kernels
+from linearize.cli.probe import probe
 from linearize.cli.report import report
 
 __all__ = ["app", "main"]
@@ -46,6 +47,7 @@ app = typer.Typer(
 )
 for name, verb in VERBS.items():
     app.command(name, no_args_is_help=name not in ("demo", "kernels"))(verb)
+app.add_typer(probe, name="probe")
 
 
 def main() -> None:
