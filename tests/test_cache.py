@@ -17,7 +17,7 @@ from linearize.errors import ModelError
 from tolerances import assert_close
 
 each_variant = pytest.mark.parametrize("variant", tiny.variants())
-each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), tiny.MIXED])
+each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), *tiny.MIXED])
 each_form = pytest.mark.parametrize("form", tiny.FORMS)
 LINEAR = [name for name in tiny.variants() if name != "softmax"]
 

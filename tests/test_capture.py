@@ -126,10 +126,10 @@ def test_replacing_an_output_changes_the_layers_behind_it() -> None:
     for arrived in capture(model, blocks, [0, 1, 2]):
         found = arrived.activations(0, 2)
         if arrived.index == 0:
-            arrived.replace(0, zero)
+            arrived.replace(lambda q, k, v: torch.zeros_like(q))
         else:
-            assert torch.equal(found.v[1], plain[1][arrived.index][2][0])
-            assert float((found.v[0] - plain[0][arrived.index][2][0]).abs().max()) > 0.01
+            for block in range(2):
+                assert (found.v[block] - plain[block][arrived.index][2][0]).abs().max() > 0.01
         if arrived.index == 1:
             torch.testing.assert_close(found.v[:1], wanted_v, rtol=1e-5, atol=1e-6)
 

@@ -26,7 +26,7 @@ from linearize.convert import converted_layers
 from linearize.errors import CheckpointError, LinearizeError, OutputError
 from tolerances import assert_close
 
-each_variant = pytest.mark.parametrize("variant", tiny.variants())
+each_variant = pytest.mark.parametrize("variant", [*tiny.variants(), *tiny.MIXED])
 IDS = tiny.prompt(2, 13)
 
 

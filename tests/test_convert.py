@@ -21,7 +21,7 @@ from linearize.interface import use_interface
 from tolerances import assert_close
 
 each_variant = pytest.mark.parametrize("variant", tiny.variants())
-each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), tiny.MIXED])
+each_variant_and_mixed = pytest.mark.parametrize("variant", [*tiny.variants(), *tiny.MIXED])
 each_form = pytest.mark.parametrize("form", tiny.FORMS)
 
 PADDED = [tiny.text(5, seed=4), tiny.text(12, seed=5)]

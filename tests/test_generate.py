@@ -12,7 +12,7 @@ from linearize import Loaded
 from linearize.cache import LinearCacheLayer
 from linearize.errors import LinearizeError
 
-each_variant = pytest.mark.parametrize("variant", [*tiny.variants(), tiny.MIXED])
+each_variant = pytest.mark.parametrize("variant", [*tiny.variants(), *tiny.MIXED])
 each_form = pytest.mark.parametrize("form", tiny.FORMS)
 
 

@@ -138,22 +138,27 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "oal+window": {"kernel": "oal", "window": 4},
     "oal+sinks+window+center": {"kernel": "oal", "window": 3, "sinks": 2, "center": True},
     "oal+sinks": {"kernel": "oal", "sinks": 3},
+    "oal+rank": {"kernel": "oal", "sinks": 2, "window": 3, "center": True, "state_rank": 3},
     "global": {"kernel": "global"},
 }
-MIXED = "oal in layer 1"  # softmax layers before and behind a linear one
-_VARIANTS[MIXED] = {"kernel": "oal", "layers": "1"}
+# Softmax beside it: in layers before and behind, and in KV heads of the same layer.
+_MIXED: dict[str, dict[str, Any]] = {
+    "oal in layer 1": {"kernel": "oal", "layers": "1"},
+    "oal in some heads": {"kernel": "oal", "sinks": 1, "heads": "auto", "keep": "2"},
+}
+MIXED = tuple(_MIXED)
 FITTED = ("oal", "global")  # fitted through `convert`, in a moment; others are filled at random
 
 
 def variants() -> list[str]:
-    """The variants above but ``MIXED``, and every other discovered kernel under its own name."""
+    """Every variant that converts all it can; the others are ``MIXED``."""
     others = [name for name in linearize.kernels.available() if name not in FITTED]
-    return [*(name for name in _VARIANTS if name != MIXED), *others]
+    return [*_VARIANTS, *others]
 
 
 def variant_plan(variant: str, **changes: Any) -> Plan:
     """The plan of a variant."""
-    return plan(**_VARIANTS.get(variant, {"kernel": variant}) | changes)
+    return plan(**(_VARIANTS | _MIXED).get(variant, {"kernel": variant}) | changes)
 
 
 def converted(variant: str = "oal", name: str = "llama", **changes: Any) -> Loaded:

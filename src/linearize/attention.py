@@ -150,19 +150,27 @@ class LinearAttention(nn.Module):
         state: State | None = None,
         backend: str = "auto",
     ) -> tuple[Tensor, State | None]:
-        """``q [B, Hq, N, d]``, new keys and values ``[B, Hkv, N, ·]`` -> output and next state."""
-        return kernel_attention(
-            self.map(),
-            q,
-            k,
-            v,
-            scale=self.kernel.shape.scale,
-            sinks=0 if self.part == "kernel" else self.sinks,
-            window=0 if self.part == "kernel" else self.window,
-            key_mask=key_mask,
-            state=state,
-            backend=backend,
-        )
+        """``q [B, Hq, N, d]``, new keys and values ``[B, Hkv, N, ·]`` -> output and next state.
+
+        Autocast does not reach inside: weights, features and sums keep the kernel's precision.
+        """
+        with torch.autocast(q.device.type, enabled=False):
+            return kernel_attention(
+                self.map(),
+                q,
+                k,
+                v,
+                scale=self.kernel.shape.scale,
+                sinks=0 if self.part == "kernel" else self.sinks,
+                window=0 if self.part == "kernel" else self.window,
+                key_mask=key_mask,
+                state=state,
+                backend=backend,
+            )
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The output alone, on whole sequences."""
+        return self(q, k, v)[0]
 
     def map(self) -> KernelMap:
         """The kernel map as this layer presents it: transformed keys, gain applied."""

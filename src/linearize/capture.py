@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -44,9 +44,11 @@ class LayerCapture:
         q, k, v = (torch.cat([part[i] for part in parts]).float().cpu() for i in range(3))
         return Activations(q, k, v)
 
-    def replace(self, block: int, output: Tensor) -> None:
-        """Let block ``block`` go on with this attention output, ``[1, Hq, N, dv]``."""
-        self._passes[block].replacement = output
+    @torch.no_grad()
+    def replace(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Let all blocks go on with the output of ``attention(q, k, v)``, ``[1, Hq, N, dv]``."""
+        for each in self._passes:
+            each.replacement = attention(*each.arrived)
 
 
 def capture(

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from linearize.allocation import allocate
 from linearize.attention import LinearAttention, Part
 from linearize.cache import hand_over_cache
 from linearize.capture import LayerCapture, capture
@@ -19,8 +20,10 @@ from linearize.fitting import Calibration
 from linearize.grouping import contributions
 from linearize.interface import set_interface
 from linearize.kernels import HeadShape, get
+from linearize.lora import lora_disabled
 from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.plan import Plan
+from linearize.selection import Selection, check_memory, choose
 from linearize.text import Division, Source, default_text, divide, tokenize
 from linearize.versions import versions
 
@@ -55,6 +58,9 @@ class LayerReport:
         curve: fitting loss along the fit.
         trainable, state_bytes: kernel parameters, and decoding state of one sequence in bytes.
         seconds: time to fit and measure.
+        rank: directions of the keys the kernel sees; ``None``: all.
+        heads: the query heads the lists run over; those of ``kept`` KV heads keep their softmax.
+        kept: KV heads of this layer that keep their softmax.
     """
 
     layer: int
@@ -68,6 +74,9 @@ class LayerReport:
     trainable: int
     state_bytes: int
     seconds: float
+    rank: int | None = None
+    heads: list[int] = field(default_factory=list)
+    kept: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -80,6 +89,7 @@ class ConversionReport:
         cache_bytes_per_token: what one token adds to the decoding memory of one converted layer
             before conversion (fp32). model_layers: attention layers in all.
         seconds: whole time. versions: of everything that matters.
+        kv_heads: of a layer. selection: how layers or heads were chosen by measurement.
     """
 
     plan: dict[str, Any]
@@ -92,6 +102,8 @@ class ConversionReport:
     cache_bytes_per_token: int
     seconds: float
     versions: dict[str, str] = field(default_factory=versions)
+    kv_heads: int = 1
+    selection: Selection | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON."""
@@ -138,19 +150,35 @@ def convert(
     layers = check_layers(model, everything, plan)
     tokens = tokenize(default_text() if text is None else text, loaded.tokenizer)
     division = divide(tokens, plan)
+    ranks: dict[int, int] = {}
+    if plan.state_budget is not None:
+        ranks = allocate(model, layers, division.prompts, plan)
+    unfitted = {layer.index: _unfitted(layer, plan, ranks) for layer in layers}
+    check_memory(plan, list(unfitted.values()), len(everything) - len(layers))
 
     blocks = [*division.prompts, *division.fit, *division.validation]
     fitted: dict[int, LinearAttention] = {}
     reports: list[LayerReport] = []
     for arrived in capture(model, blocks, [layer.index for layer in layers]):
         layer = next(one for one in layers if one.index == arrived.index)
-        linear, one = _fit_layer(arrived, layer, division, plan)
+        linear = unfitted[layer.index]
+        reports.append(_fit_layer(linear, arrived, layer, division, plan))
         fitted[layer.index] = linear.to(model.device)
-        reports.append(one)
+        if plan.fitting == "sequential":
+            arrived.replace(linear.output)
         if progress is not None:
-            error = sum(one.validation_relative) / len(one.validation_relative)
+            errors = reports[-1].validation_relative
+            error = sum(errors) / len(errors)
             progress(len(reports), len(layers), f"layer {layer.index}: relative error {error:.3f}")
-    attach(model, fitted, {layer.index: layer.name for layer in layers}, plan, loaded.ref)
+    names = {layer.index: layer.name for layer in layers}
+    selection = None
+    if plan.automatic:
+        retained = len(everything) - len(layers)
+        fitted, selection = choose(
+            model, fitted, names, plan, division.validation, retained=retained, progress=progress
+        )
+        reports = [_of_remaining(one, fitted[one.layer]) for one in reports if one.layer in fitted]
+    attach(model, fitted, names, plan, loaded.ref)
     shape = layers[0].shape
     report = ConversionReport(
         plan=plan.model_dump(mode="json"),
@@ -162,6 +190,8 @@ def convert(
         model_layers=len(everything),
         cache_bytes_per_token=4 * shape.kv_heads * (shape.head_dim + shape.value_dim),
         seconds=time.perf_counter() - started,
+        kv_heads=shape.kv_heads,
+        selection=selection,
     )
     return Conversion(Loaded(model, loaded.tokenizer, plan, loaded.ref), report)
 
@@ -184,6 +214,8 @@ def check_layers(
         )
     by_index = {layer.index: layer for layer in everything}
     chosen = [by_index[i] for i in plan.layer_indices(len(everything))]
+    if plan.layers == "auto":
+        chosen = [layer for layer in chosen if not layer.obstacles]
     blocked = [layer for layer in chosen if layer.obstacles]
     if blocked:
         free = [layer.index for layer in everything if not layer.obstacles]
@@ -192,9 +224,16 @@ def check_layers(
             f"attention with {' and '.join(blocked[0].obstacles)}, which linear attention would drop",
             f"Convert only layers without: {free}." if free else "This model cannot be converted.",
         )
+    if plan.state_budget is not None and not get(plan.kernel).projects:
+        plan = plan.model_copy(update={"state_rank": 1})  # the refusal is the same
     for layer in chosen:
-        LinearAttention.from_plan(plan, layer.shape, layer.index)  # bad options show before work
+        _unfitted(layer, plan, {})  # bad options show before work
     return chosen
+
+
+def _unfitted(layer: AttentionLayer, plan: Plan, ranks: dict[int, int]) -> LinearAttention:
+    settings = {"rank": ranks[layer.index]} if layer.index in ranks else {}
+    return LinearAttention.from_plan(plan, layer.shape, layer.index, settings)
 
 
 def converted_layers(model: PreTrainedModel) -> dict[int, LinearAttention]:
@@ -214,13 +253,15 @@ def converted_layers(model: PreTrainedModel) -> dict[int, LinearAttention]:
 def original_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a converted model run with its softmax attention for a while: the reference beside it.
 
+    LoRA is off as well: what runs is the model before conversion and adaptation.
     Caches made inside the block do not fit outside it, and the other way round.
     """
     layers = [linear for linear in converted_layers(model).values() if linear.active]
     for linear in layers:
         linear.active = False
     try:
-        yield
+        with lora_disabled(model):
+            yield
     finally:
         for linear in layers:
             linear.active = True
@@ -311,16 +352,19 @@ def calibrate(
 
 
 def _fit_layer(
-    arrived: LayerCapture, layer: AttentionLayer, division: Division, plan: Plan
-) -> tuple[LinearAttention, LayerReport]:
+    linear: LinearAttention,
+    arrived: LayerCapture,
+    layer: AttentionLayer,
+    division: Division,
+    plan: Plan,
+) -> LayerReport:
     started = time.perf_counter()
     calibration = calibrate(arrived, layer, division, plan)
-    linear = LinearAttention.from_plan(plan, layer.shape, layer.index)
     result = linear.fit(calibration)
     error = linear.error(calibration.validation)
     prompts = calibration.prompts
     profile = contributions(prompts.q, linear.transformed(prompts).k, layer.shape.scale).mean(0)
-    return linear, LayerReport(
+    return LayerReport(
         layer=layer.index,
         groups=_members(getattr(linear.kernel, "groups", None)),
         profile=profile.tolist(),
@@ -332,6 +376,36 @@ def _fit_layer(
         trainable=linear.kernel.trainable_numbers,
         state_bytes=linear.state_bytes,
         seconds=time.perf_counter() - started,
+        rank=linear.keys.rank,
+        heads=list(range(layer.shape.query_heads)),
+    )
+
+
+def _of_remaining(report: LayerReport, linear: LinearAttention) -> LayerReport:
+    """The account of a layer, cut to the heads that stayed converted."""
+    if linear.heads is None:
+        return report
+    ratio = linear.shape.ratio
+    rows = [head * ratio + i for head in linear.heads for i in range(ratio)]
+    cut: dict[str, Any] = {
+        name: [values[row] for row in rows]
+        for name in (
+            "groups",
+            "profile",
+            "fit_mse",
+            "validation_mse",
+            "validation_relative",
+            "start",
+        )
+        if (values := getattr(report, name))
+    }
+    return replace(
+        report,
+        **cut,
+        heads=rows,
+        kept=[head for head in range(linear.shape.kv_heads) if head not in linear.heads],
+        trainable=linear.kernel.trainable_numbers,
+        state_bytes=linear.state_bytes,
     )
 
 

@@ -22,8 +22,8 @@ class Plan(BaseModel):
 
     Attributes:
         kernel: name of a discovered kernel; ``linearize.kernels.available()`` lists them.
-        layers: ``"A-B"`` (inclusive), ``"all"``, ``"middle"`` (all but the first and last tenth) or
-            explicit indices.
+        layers: ``"A-B"`` (inclusive), ``"all"``, ``"middle"`` (all but the first and last tenth),
+            explicit indices, or ``"auto"`` to keep the softmax of those whose conversion costs most.
         window: how many of the latest keys stay exact (0: none).
         sinks: how many of the first keys of each sequence stay exact (0: none).
         center: subtract a fitted per-KV-head mean from every key before the kernel sees it.
@@ -107,6 +107,41 @@ class Plan(BaseModel):
             return value
         return tuple(value) if isinstance(value, Iterable) else value
 
+    @field_validator("keep", mode="before")
+    @classmethod
+    def _keep_as_count_or_share(cls, value: Any) -> Any:
+        text = str(value) if isinstance(value, int) else value
+        if text is None:
+            return None
+        number, percent = (text[:-1], True) if str(text).endswith("%") else (text, False)
+        try:
+            fits = 0 < float(number) < 100 if percent else int(number) >= 0
+        except (TypeError, ValueError):
+            fits = False
+        if not fits:
+            raise ValueError('neither a number like "16" nor a share like "10%"')
+        return text
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Plan:
+        targets = ("keep", "max_kl", "memory_budget")
+        given = [name for name in targets if getattr(self, name) is not None]
+        if self.automatic and len(given) != 1:
+            raise ValueError(
+                'layers="auto" and heads="auto" need one of keep, max_kl and memory_budget; '
+                f"{', '.join(given) or 'none'} given"
+            )
+        if given and not self.automatic:
+            raise ValueError(f'{given[0]} is for layers="auto" or heads="auto"')
+        if self.state_rank is not None and self.state_budget is not None:
+            raise ValueError("state_rank and state_budget exclude each other")
+        return self
+
+    @property
+    def automatic(self) -> bool:
+        """Whether layers or heads are chosen by measurement."""
+        return self.layers == "auto" or self.heads == "auto"
+
     @model_validator(mode="after")
     def _prompt_fits_block(self) -> Plan:
         if self.groups is not None and self.groups < self.min_groups and self.groups != 1:
@@ -136,17 +171,17 @@ class Plan(BaseModel):
 
 
 def parse_layers(text: str, count: int | None) -> list[int]:
-    """Read ``"3-26"``, ``"4,12,20"``, ``"0-2,5"``, ``"all"`` or ``"middle"``.
+    """Read ``"3-26"``, ``"4,12,20"``, ``"0-2,5"``, ``"all"``, ``"auto"`` or ``"middle"``.
 
     ``count`` is the model's number of layers; ``None`` only checks the syntax.
 
     Raises:
         PlanError: the text has another form.
     """
-    if text in ("all", "middle"):
+    if text in ("all", "auto", "middle"):
         if count is None:
             return []
-        return list(range(count)) if text == "all" else _middle(count)
+        return _middle(count) if text == "middle" else list(range(count))
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -154,7 +189,7 @@ def parse_layers(text: str, count: int | None) -> list[int]:
             raise PlanError(
                 f"layers {text!r}",
                 f"{part!r}, which is neither an index nor a range",
-                'Write layers like "3-26", "4,12,20", "all" or "middle".',
+                'Write layers like "3-26", "4,12,20", "all", "auto" or "middle".',
             )
         chosen.update(range(int(first), int(last or first) + 1))
     return sorted(chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ __all__ = [
     "load_model",
     "note",
     "notes",
+    "parse_bytes",
     "parse_options",
     "progress",
     "quiet",
@@ -206,6 +208,22 @@ def parse_options(pairs: list[str] | None) -> dict[str, Any]:
         except ValueError:
             options[key] = value
     return options
+
+
+def parse_bytes(text: str | None) -> int | None:
+    """``"64MiB"`` -> 67,108,864; a number alone is bytes, and k, M, G with or without B are decimal.
+
+    Raises:
+        PlanError: it has another form.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)(i?)B?", text.strip())
+    if match is None:
+        raise PlanError(f"{text!r} bytes", "no number of bytes", 'Write it like "64MiB" or 1000000.')
+    number, prefix, binary = match.groups()
+    power = " kMG".index(prefix.replace("K", "k") or " ")
+    return int(float(number) * (1024 if binary else 1000) ** power)
 
 
 @contextmanager

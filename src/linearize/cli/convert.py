@@ -29,6 +29,7 @@ from linearize.cli.common import (
     load_model,
     note,
     notes,
+    parse_bytes,
     parse_options,
     progress,
     results,
@@ -43,6 +44,7 @@ from linearize.output import check_writable
 from linearize.plan import Plan
 from linearize.report import Memory
 from linearize.report.figures import byte_text
+from linearize.selection import Selection
 from linearize.text import Source
 
 __all__ = ["convert", "run", "show"]
@@ -66,12 +68,63 @@ def convert(
     ] = DEFAULTS.kernel,
     layers: Annotated[
         str,
-        Option("--layers", help='Zero-based layers: "3-26", "4,12,20", "all" or "middle".'),
+        Option(
+            "--layers",
+            help='Zero-based layers: "3-26", "4,12,20", "all", "middle", or "auto": those whose '
+            "conversion costs most keep softmax.",
+        ),
     ] = "middle",
+    heads: Annotated[
+        str,
+        Option(
+            "--heads",
+            metavar="all|auto",
+            help="auto: the KV heads whose conversion costs most keep softmax.",
+        ),
+    ] = DEFAULTS.heads,
+    keep: Annotated[
+        str | None,
+        Option("--keep", metavar="N|P%", help="With auto: how many layers or heads keep softmax."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        Option("--max-kl", help="With auto: divergence to come down to, in nats per token."),
+    ] = None,
+    memory_budget: Annotated[
+        str | None,
+        Option(
+            "--memory-budget",
+            metavar="BYTES",
+            help='With auto: decoding memory at --context tokens, such as "64MiB".',
+        ),
+    ] = None,
+    context: Annotated[
+        int, Option("--context", help="Tokens at which --memory-budget holds.")
+    ] = DEFAULTS.context,
     text: TextOption = None,
     window: WindowOption = DEFAULTS.window,
     sinks: SinksOption = DEFAULTS.sinks,
     center: CenterOption = DEFAULTS.center,
+    state_rank: Annotated[
+        int | None,
+        Option("--state-rank", help="Directions of the keys the kernel sees; the state shrinks."),
+    ] = None,
+    state_budget: Annotated[
+        str | None,
+        Option(
+            "--state-budget",
+            metavar="BYTES",
+            help="Bytes for the states of all converted layers; ranks follow, layer by layer.",
+        ),
+    ] = None,
+    fitting: Annotated[
+        str,
+        Option(
+            "--fitting",
+            metavar="frozen|sequential",
+            help="sequential: each layer is fitted on activations of the layers converted before.",
+        ),
+    ] = DEFAULTS.fitting,
     groups: Annotated[
         int | None,
         Option("--groups", help="Groups per head, instead of as many as the data shows."),
@@ -119,14 +172,23 @@ def convert(
     \b
       linearize convert smollm2-135m --out out/oal
       linearize convert smollm2-135m --out out/oal --layers 3-26 --text train.txt --block 1024
-      linearize convert my/model --out out/hybrid --kernel oal --sinks 4 --window 64 --center
+      linearize convert my/model --out out/hybrid --sinks 4 --window 64 --center --state-rank 8
+      linearize convert my/model --out out/mixed --sinks 4 --window 64 --heads auto --keep 10%
     """
     plan = Plan(
         kernel=kernel,
         layers=layers,
+        heads=heads,
+        keep=keep,
+        max_kl=max_kl,
+        memory_budget=parse_bytes(memory_budget),
+        context=context,
         window=window,
         sinks=sinks,
         center=center,
+        state_rank=state_rank,
+        state_budget=parse_bytes(state_budget),
+        fitting=fitting,
         groups=groups,
         min_groups=min_groups,
         alpha=alpha,
@@ -176,6 +238,8 @@ def show(report: ConversionReport) -> None:
     for layer in report.layers:
         made.add_row(*_row(layer))
     results.print(made)
+    if report.selection is not None:
+        _show_selection(report.selection)
     relative = [error for layer in report.layers for error in layer.validation_relative]
     say(
         f"converted {len(report.layers)} of {report.model_layers} layers with kernel "
@@ -184,6 +248,22 @@ def show(report: ConversionReport) -> None:
     )
     for line in memory_lines(Memory.of(report)):
         say(line)
+
+
+def _show_selection(selection: Selection) -> None:
+    """What keeps its softmax, and what that is worth."""
+    made = table("kept exact", "divergence", "gain", left=1)
+    for one in selection.candidates:
+        if one.kept:
+            heads = f", KV head {one.heads[0]}" if selection.unit == "head" else ""
+            made.add_row(f"layer {one.layer}{heads}", f"{one.divergence:.4f}", f"{one.gain:.4f}")
+    results.print(made)
+    (_, before), (kept, after) = selection.curve[0], selection.curve[-1]
+    say(
+        f"kept {kept} of {len(selection.candidates)} {selection.unit}s exact: divergence from the "
+        f"original {before:.3f} -> {after:.3f} nats per token, on {selection.tokens:,} tokens; "
+        f"decoding memory at {selection.context:,} tokens {byte_text(selection.decode_bytes)}"
+    )
 
 
 def memory_lines(memory: Memory) -> list[str]:

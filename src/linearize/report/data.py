@@ -11,6 +11,7 @@ from typing import Any
 from linearize.checkpoint import REPORT
 from linearize.convert import ConversionReport, LayerReport
 from linearize.errors import CheckpointError
+from linearize.selection import Candidate, Selection
 
 __all__ = ["EVALUATION", "SAMPLES", "Memory", "ReportData", "read"]
 
@@ -52,8 +53,10 @@ class Memory:
     def of(report: ConversionReport) -> Memory:
         """From the numbers of a conversion; a layer without a state of its own keeps every key."""
         per_token, layers = report.cache_bytes_per_token, report.model_layers
-        states = [layer.state_bytes for layer in report.layers if layer.state_bytes]
-        return Memory(per_token * layers, per_token * (layers - len(states)), sum(states))
+        states = [layer for layer in report.layers if layer.state_bytes]
+        saved = sum(per_token * (report.kv_heads - len(x.kept)) // report.kv_heads for x in states)
+        original = per_token * layers
+        return Memory(original, original - saved, sum(layer.state_bytes for layer in states))
 
     def before(self, tokens: int) -> int:
         """Bytes after ``tokens`` tokens with softmax everywhere."""
@@ -86,6 +89,10 @@ def read(folder: str | Path) -> ReportData:
     content = _read_json(folder / REPORT, dict)
     try:
         content["layers"] = [LayerReport(**layer) for layer in content["layers"]]
+        if content.get("selection"):
+            chosen = content["selection"]
+            chosen["candidates"] = [Candidate(**one) for one in chosen["candidates"]]
+            content["selection"] = Selection(**chosen)
         conversion = ConversionReport(**content)
     except (KeyError, TypeError) as error:
         raise CheckpointError(

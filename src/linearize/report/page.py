@@ -75,6 +75,9 @@ def _context(data: ReportData) -> dict[str, Any]:
         "fitting_chart": None if fitting is None else Markup(fitting),
         "mean_error": _mean([e for layer in report.layers for e in layer.validation_relative]),
         "rows": [_row(layer) for layer in report.layers],
+        "kept_heads": [(layer.layer, layer.kept) for layer in report.layers if layer.kept],
+        "selection": report.selection,
+        "ranks": sorted({layer.rank for layer in report.layers if layer.rank is not None}),
         "trainable": sum(layer.trainable for layer in report.layers),
         "heads": max(len(layer.validation_relative) for layer in report.layers),
         "groups": _group_table(report),
@@ -133,8 +136,12 @@ def _heads(report: ConversionReport, paths: list[list[list[str]]]) -> list[dict[
         {
             "layer": layer.layer,
             "heads": [
-                {"paths": head, "groups": layer.groups[number] if layer.groups else []}
-                for number, head in enumerate(heads)
+                {
+                    "number": layer.heads[at] if layer.heads else at,
+                    "paths": head,
+                    "groups": layer.groups[at] if layer.groups else [],
+                }
+                for at, head in enumerate(heads)
             ],
         }
         for layer, heads in zip(report.layers, paths, strict=True)
