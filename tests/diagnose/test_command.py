@@ -69,7 +69,7 @@ def test_all_draws_everything_and_lists_it(run: Run, tmp_path: Path) -> None:
         drawn.add(figure.stem)
     assert drawn == {
         *(f"{name}-layer{n}-head1" for name in ("profiles", "groups", "stability") for n in (0, 2)),
-        *("budget-layer0-head1", "concentration", "activations", "retained-error"),
+        *("budget-layer0-head1", "state", "concentration", "activations", "retained-error"),
     }
     rows = [line for line in index.splitlines() if line.startswith("| dijiang |")]
     (kernel,) = [k for k in together["retained-error"]["kernels"] if k["kernel"] == "dijiang"]

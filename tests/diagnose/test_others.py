@@ -9,7 +9,13 @@ from torch import Tensor
 
 import tiny
 from linearize import Plan, convert
-from linearize.diagnose import activation_profile, concentration, group_budget, stability
+from linearize.diagnose import (
+    activation_profile,
+    concentration,
+    group_budget,
+    stability,
+    state_curve,
+)
 from linearize.diagnose.data import gaussian_like, generator, top_share
 from linearize.diagnose.stability import prefix_lengths, spearman
 from linearize.errors import PlanError, TextError
@@ -158,6 +164,25 @@ def test_a_budget_agrees_with_a_conversion_that_has_as_many_groups() -> None:
     found = group_budget(tiny.loaded(), tiny.text(), settings, head=1, budgets=2)
     assert found.points[1].members == measured.groups[1]
     assert found.points[1].validation_mse == pytest.approx(measured.validation_mse[1], rel=0.05)
+
+
+def test_a_state_curve_agrees_with_conversions_of_the_same_rank() -> None:
+    beside = {"sinks": 2, "window": 4, "center": True}
+    settings = plan(layers=(1,), **beside)
+    found = state_curve(tiny.loaded(), tiny.text(), settings, ranks=[5, 2])
+    assert [point.rank for point in found.points[0]] == [2, 5, None]
+    assert [point.features for point in found.points[0]] == [6, 21, 45]
+    for point in found.points[0]:
+        ranked = settings.model_copy(update={"state_rank": point.rank})
+        measured = convert(tiny.loaded(), tiny.text(), ranked).report.layers[0]
+        assert point.validation_relative == pytest.approx(measured.validation_relative, rel=1e-5)
+        assert point.state_bytes == measured.state_bytes
+        assert point.heldout_relative != point.validation_relative
+    with pytest.raises(PlanError, match="from 1 to 7"):
+        state_curve(tiny.loaded(), tiny.text(), settings, ranks=[8])
+    with pytest.raises(PlanError, match="rank"):
+        other = settings.model_copy(update={"kernel": "dijiang"})
+        state_curve(tiny.loaded(), tiny.text(), other)
 
 
 def test_short_texts_say_what_is_missing() -> None:

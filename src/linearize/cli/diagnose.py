@@ -17,15 +17,18 @@ from linearize.cli.common import (
     DEFAULTS,
     AlphaOption,
     BlockOption,
+    CenterOption,
     EvaluationBlocksOption,
     FitBlocksOption,
     GammaOption,
     JsonOption,
     OverwriteOption,
     SeedOption,
+    SinksOption,
     TauOption,
     TextOption,
     ValidationBlocksOption,
+    WindowOption,
     check_texts,
     load_model,
     note,
@@ -57,6 +60,9 @@ class Settings:
     positions: int
     controls: int
     fitted: bool
+    sinks: int
+    window: int
+    center: bool
     parts: Path | None
 
 
@@ -82,8 +88,8 @@ def diagnose(
         str,
         typer.Argument(
             metavar="WHAT",
-            help="profiles, groups, budget, concentration, stability, activations, retained-error "
-            "or all.",
+            help="profiles, groups, budget, state, concentration, stability, activations, "
+            "retained-error or all.",
             show_default=False,
         ),
     ],
@@ -119,6 +125,9 @@ def diagnose(
     fitted: Annotated[
         bool, Option("--fitted", help="Fit the kernels before retained-error; the paper does not.")
     ] = False,
+    window: WindowOption = DEFAULTS.window,
+    sinks: SinksOption = DEFAULTS.sinks,
+    center: CenterOption = DEFAULTS.center,
     alpha: AlphaOption = DEFAULTS.alpha,
     gamma: GammaOption = DEFAULTS.gamma,
     tau: TauOption = DEFAULTS.tau,
@@ -144,6 +153,7 @@ def diagnose(
     profiles        contribution of every dimension of a head, with its queries and keys
     groups          how the dimensions of a head fall into groups, and why
     budget          error of a head against its number of groups, in the first of the layers
+    state           error of a layer against the size of its state (see --sinks, --window, --center)
     concentration   what the five largest dimensions carry, against Gaussian vectors
     stability       whether a profile depends on the input or its length
     activations     largest activations of the residual stream, layer by layer
@@ -170,6 +180,9 @@ def diagnose(
         positions,
         controls,
         fitted,
+        sinks,
+        window,
+        center,
         _parts(out, json, resume, overwrite, "retained-error" in chosen),
     )
     plan = Plan(
@@ -295,6 +308,14 @@ def _of_layers(function: Callable[..., Any]) -> Run:
     )
 
 
+def _state(
+    loaded: Loaded, text: Source | None, plan: Plan, settings: Settings, advance: Any
+) -> measure.StateCurve:
+    beside = {"sinks": settings.sinks, "window": settings.window, "center": settings.center}
+    plan = plan.model_copy(update=beside)
+    return measure.state_curve(loaded, text, plan, progress=advance)
+
+
 def _retained(
     loaded: Loaded, text: Source | None, plan: Plan, settings: Settings, advance: Any
 ) -> measure.RetainedError:
@@ -324,6 +345,7 @@ DIAGNOSTICS = {
     "budget": Diagnostic(
         "Group budget", _of_head(measure.group_budget), figures.budget_figures, tables.budget_tables
     ),
+    "state": Diagnostic("Size of the state", _state, figures.state_figures, tables.state_tables),
     "concentration": Diagnostic(
         "Concentration",
         _of_layers(measure.concentration),

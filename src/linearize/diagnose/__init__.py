@@ -11,6 +11,7 @@ from linearize.diagnose.profiles import Profiles, profiles
 from linearize.diagnose.retained_error import retained_error
 from linearize.diagnose.retained_result import RetainedError
 from linearize.diagnose.stability import Stability, stability
+from linearize.diagnose.state_size import StateCurve, state_curve
 
 __all__ = [
     "ActivationProfile",
@@ -20,6 +21,7 @@ __all__ = [
     "Profiles",
     "RetainedError",
     "Stability",
+    "StateCurve",
     "activation_profile",
     "concentration",
     "group_budget",
@@ -27,4 +29,5 @@ __all__ = [
     "profiles",
     "retained_error",
     "stability",
+    "state_curve",
 ]

@@ -11,6 +11,7 @@ from linearize.diagnose.groups import Groups
 from linearize.diagnose.profiles import Profiles
 from linearize.diagnose.retained_result import KernelRetained, RetainedError
 from linearize.diagnose.stability import HeadStability, Stability
+from linearize.diagnose.state_size import StateCurve
 
 __all__ = [
     "Rows",
@@ -22,6 +23,7 @@ __all__ = [
     "profile_tables",
     "retained_tables",
     "stability_tables",
+    "state_tables",
 ]
 
 
@@ -106,6 +108,38 @@ def budget_tables(result: GroupBudget) -> Shown:
         f"Layer {result.layer}, head {result.head}: fitted on {result.fit_blocks} blocks of "
         f"{result.block:,} tokens, chosen on {result.validation_blocks}, measured on "
         f"{result.heldout_blocks} others; solver {result.solver}."
+    )
+
+
+def state_tables(result: StateCurve) -> Shown:
+    """One line a layer and number of directions."""
+    rows = [
+        [
+            f"{layer}",
+            "all" if point.rank is None else f"{point.rank}",
+            f"{point.features:,}",
+            f"{point.state_bytes:,}",
+            f"{sum(point.heldout_relative) / len(point.heldout_relative):.4f}",
+            f"{sum(point.validation_relative) / len(point.validation_relative):.4f}",
+            f"{point.seconds:.1f}",
+        ]
+        for layer, curve in zip(result.layers, result.points, strict=True)
+        for point in curve
+    ]
+    columns = [
+        "layer",
+        "directions",
+        "features",
+        "bytes",
+        "held-out error",
+        "validation",
+        "seconds",
+    ]
+    return [Rows(columns, rows, 0)], (
+        f"Kernel {result.kernel}, {result.sinks} sinks, window {result.window}, "
+        f"{'centred' if result.center else 'uncentred'} keys: relative output error, mean over the "
+        f"heads; fitted on {result.fit_blocks} blocks of {result.block:,} tokens, chosen on "
+        f"{result.validation_blocks}, measured on {result.heldout_blocks} others."
     )
 
 

@@ -31,6 +31,7 @@ from linearize.diagnose import (
     Profiles,
     RetainedError,
     Stability,
+    StateCurve,
 )
 from linearize.diagnose.groups import HeadGroups
 from linearize.diagnose.profiles import HeadProfile
@@ -55,6 +56,7 @@ __all__ = [
     "profile_figures",
     "retained_figures",
     "stability_figures",
+    "state_figures",
 ]
 
 GREY = "#767676"  # 4.5:1 on white and on black
@@ -99,6 +101,24 @@ def budget_figures(result: GroupBudget) -> dict[str, str]:
         axes.set_ylim(top=axes.get_ylim()[1] * 1.2)
         title = f"Error against groups, layer {result.layer}, head {result.head}"
         return {name: _alone(_svg(figure, name, title))}
+
+
+def state_figures(result: StateCurve) -> dict[str, str]:
+    """Held-out error of every layer against the bytes it keeps; the untruncated kernel is hollow."""
+    with _figure(6.4, 3.2) as (figure, axes):
+        for at, (layer, curve) in enumerate(zip(result.layers, result.points, strict=True)):
+            colour = GROUP_COLOURS[at % len(GROUP_COLOURS)]
+            size = [point.state_bytes / 1024 for point in curve]
+            error = [_mean(point.heldout_relative) for point in curve]
+            axes.plot(size[:-1], error[:-1], "o-", color=colour, label=f"layer {layer}")
+            axes.plot(size[-2:], error[-2:], ":", color=colour)
+            axes.plot(size[-1:], error[-1:], "o", color=colour, markerfacecolor="none")
+        axes.set_xscale("log")
+        axes.set_xlabel("decoding state of the layer (KiB, fp32)")
+        axes.set_ylabel("relative output error")
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="best")
+        return {"state": _alone(_svg(figure, "state", "Error against the size of the state"))}
 
 
 def concentration_figures(result: Concentration) -> dict[str, str]:
