@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 __all__ = ["versions"]
 
 
-def versions() -> dict[str, str]:
-    """Versions of linearize, Python and the packages that compute."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of linearize, Python, the packages that compute, and ``more`` of them."""
     found = {"python": platform.python_version()}
-    for package in ("linearize", "torch", "transformers", "safetensors", "numpy"):
+    for package in ("linearize", "torch", "transformers", "safetensors", "numpy", *more):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

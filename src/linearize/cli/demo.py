@@ -24,7 +24,7 @@ from linearize.cli.common import (
 )
 from linearize.cli.convert import run
 from linearize.cli.convert import show as show_conversion
-from linearize.cli.evaluate import DEFAULT_TEXT, record
+from linearize.cli.evaluation import DEFAULT_TEXT, record
 from linearize.cli.generate import compare
 from linearize.convert import ConversionReport
 from linearize.evaluate import Perplexity, perplexity

@@ -1,17 +1,18 @@
-"""`linearize eval`: perplexity of a model, and of a converted one beside its softmax reference."""
+"""`linearize eval`: perplexity, tasks, and the softmax reference of a converted model beside them."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer import Option
 
 from linearize.attention import Part
-from linearize.checkpoint import REPORT
 from linearize.cli.common import (
     JsonOption,
     TextOption,
@@ -19,27 +20,47 @@ from linearize.cli.common import (
     load_model,
     note,
     progress,
-    results,
-    say,
     store_json,
-    table,
+)
+from linearize.cli.evaluation import (
+    DEFAULT_TEXT,
+    MODEL,
+    SOFTMAX,
+    beside,
+    record,
+    record_harness,
+    record_task,
+    show_harness,
+    show_perplexity,
+    show_tasks,
+    store_beside,
 )
 from linearize.convert import converted_layers, only_part, original_attention
 from linearize.errors import PlanError
-from linearize.evaluate import Perplexity, perplexity
+from linearize.evaluate import (
+    Question,
+    Task,
+    choice,
+    get_task,
+    harness,
+    harness_tasks,
+    perplexity,
+    read_questions,
+)
 from linearize.models import Loaded
-from linearize.output import write_json
-from linearize.report import EVALUATION
 from linearize.text import Source, default_text
 from linearize.versions import versions
 
-__all__ = ["DEFAULT_TEXT", "evaluate", "record", "show"]
+__all__ = ["evaluate"]
+
+T = TypeVar("T")
+Variants = dict[str, Callable[[], AbstractContextManager[None]]]
 
 PARTS: dict[str, Part] = {
     "exact keys only (linear part off)": "exact",
     "kernel only (sinks and window off)": "kernel",
 }
-DEFAULT_TEXT = "the documentation that comes with Python"
+CHOICE_BATCH, HARNESS_BATCH = 16, 8  # sequences a forward pass where --batch does not say
 
 
 def evaluate(
@@ -56,7 +77,39 @@ def evaluate(
     blocks: Annotated[
         int | None, Option("--blocks", min=1, help="Only the first so many blocks.")
     ] = None,
-    batch: Annotated[int, Option("--batch", min=1, help="Blocks per forward pass.")] = 1,
+    task: Annotated[
+        list[str] | None,
+        Option(
+            "--task",
+            metavar="NAME=FILE",
+            help="Multiple choice from a local JSONL file: piqa, arc_easy or hellaswag; may be "
+            "repeated.",
+        ),
+    ] = None,
+    harness_names: Annotated[
+        str | None,
+        Option("--harness", metavar="A,B", help="Tasks of lm-evaluation-harness."),
+    ] = None,
+    harness_folder: Annotated[
+        Path | None,
+        Option(
+            "--harness-tasks",
+            metavar="DIR",
+            help="Folder of task files (YAML) for --harness; they may read local data.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, Option("--limit", min=1, help="Only the first so many questions of a task.")
+    ] = None,
+    batch: Annotated[
+        int | None,
+        Option(
+            "--batch",
+            min=1,
+            help="Sequences per forward pass: by default 1 block, 16 options of tasks, 8 of the "
+            "harness's. No effect on results.",
+        ),
+    ] = None,
     reference: Annotated[
         bool,
         Option("--reference/--no-reference", help="Measure softmax beside a converted model."),
@@ -70,124 +123,150 @@ def evaluate(
     ] = False,
     json: JsonOption = None,
 ) -> None:
-    """Measure perplexity on blocks of a text.
+    """Measure perplexity on blocks of a text, and accuracy on tasks.
 
     A converted model is shown beside its softmax reference: the same weights with the original
     attention. The result of a converted folder is also stored in it, for `linearize report`. Blocks
     do not overlap and no token is added; the first token of a block is not scored, and an
     incomplete last block is dropped.
 
+    Tasks are zero-shot. Options are compared by their mean log-likelihood per token (piqa,
+    hellaswag) or per character (arc_easy). With tasks and no --text, perplexity is left out.
+
     Examples:
 
     \b
       linearize eval out/oal --text test.txt --block 2048 --blocks 8
+      linearize eval out/oal --task piqa=piqa.jsonl --task arc_easy=arc.jsonl --limit 200
+      linearize eval out/oal --harness piqa,arc_easy --limit 200
       linearize eval smollm2-135m --text test.txt --json ppl.json
     """
     paths = check_texts(text)
-    if paths is None:
+    tasks = _read_tasks(task, limit)
+    if harness_folder is not None and harness_names is None:
+        raise PlanError("--harness-tasks", "no --harness", "Name the tasks to run by --harness.")
+    foreign = None
+    if harness_names is not None:
+        wanted = [name.strip() for name in harness_names.split(",") if name.strip()]
+        foreign = harness_tasks(wanted, harness_folder)
+    reads = paths is not None or not (tasks or foreign)
+    if reads and paths is None:
         note(f"no --text: using {DEFAULT_TEXT}")
     loaded = load_model(model)
-    if paths is None and converted_layers(loaded.model):
+    converted = bool(converted_layers(loaded.model))
+    if reads and paths is None and converted:
         note("a conversion without --text fits on parts of it: give --text for held-out perplexity")
-    source: Source = paths or default_text()
-    names = [str(path) for path in paths] if paths else [DEFAULT_TEXT]
+    variants = _variants(loaded, reference, ablate_linear)
 
     started = time.perf_counter()
-    measured = _measure("evaluating", loaded, source, block, blocks, batch)
-    softmax = None
-    if reference and converted_layers(loaded.model):
-        with original_attention(loaded.model):
-            softmax = _measure("softmax reference", loaded, source, block, blocks, batch)
-    parts: dict[str, Perplexity] = {}
-    if ablate_linear:
-        check_hybrid(loaded)
-        for name, part in PARTS.items():
-            with only_part(loaded.model, part):
-                parts[name] = _measure(name, loaded, source, block, blocks, batch)
-    seconds = time.perf_counter() - started
-    result = record(model, names, measured, softmax, batch=batch, seconds=seconds, parts=parts)
-    show(result, converted=bool(converted_layers(loaded.model)))
-    if (Path(model) / REPORT).is_file():
-        write_json(Path(model) / EVALUATION, result)
+    result: dict[str, Any] = {"model": model}
+    if reads:
+        source: Source = paths or default_text()
+        names = [str(path) for path in paths] if paths else [DEFAULT_TEXT]
+        found = _each(
+            variants,
+            "perplexity",
+            lambda advance: perplexity(
+                loaded, source, block=block, blocks=blocks, batch=batch or 1, progress=advance
+            ),
+        )
+        result |= record(
+            model,
+            names,
+            found[MODEL],
+            found.get(SOFTMAX),
+            batch=batch or 1,
+            seconds=time.perf_counter() - started,
+            parts=beside(found),
+        )
+        show_perplexity(result, converted)
+    if tasks:
+        result["tasks"] = {
+            one.name: record_task(
+                file,
+                _each(
+                    variants,
+                    one.name,
+                    partial(_choose, loaded, one, questions, batch or CHOICE_BATCH),
+                ),
+            )
+            for one, file, questions in tasks
+        }
+        show_tasks(result["tasks"], model, converted)
+    if foreign is not None:
+        scores = _each(
+            variants,
+            "lm-evaluation-harness",
+            lambda _: harness(loaded, foreign, limit=limit, batch=batch or HARNESS_BATCH),
+        )
+        result["harness"] = record_harness(scores, limit)
+        show_harness(result["harness"], model, converted)
+    result |= {"seconds": time.perf_counter() - started, "versions": versions()}
+    store_beside(Path(model), result)
     store_json(json, result)
 
 
-def record(
-    model: str,
-    text: list[str],
-    measured: Perplexity,
-    softmax: Perplexity | None,
-    *,
-    batch: int,
-    seconds: float,
-    parts: dict[str, Perplexity] | None = None,
-) -> dict[str, Any]:
-    """The result as JSON, as reports read it."""
-    return {
-        "model": model,
-        "text": text,
-        "block": measured.block,
-        "blocks": measured.blocks,
-        "batch": batch,
-        "targets": measured.targets,
-        "perplexity": measured.value,
-        "softmax_perplexity": None if softmax is None else softmax.value,
-        "ratio": None if softmax is None else measured.value / softmax.value,
-        "parts": {name: asdict(one) for name, one in (parts or {}).items()},
-        "details": {
-            "model": asdict(measured),
-            "softmax": None if softmax is None else asdict(softmax),
-        },
-        "seconds": seconds,
-        "versions": versions(),
-    }
-
-
-def show(result: dict[str, Any], converted: bool) -> None:
-    """Print the perplexities and what they were measured on."""
-    made = table("model", "perplexity", "nats per token", "ratio")
-    details = result["details"]
-    softmax = details["softmax"]
-    if softmax is not None:
-        made.add_row(
-            "softmax, same weights",
-            f"{result['softmax_perplexity']:.3f}",
-            f"{softmax['nll']:.4f}",
-            "1",
-        )
-    made.add_row(
-        "converted" if converted else result["model"],
-        f"{result['perplexity']:.3f}",
-        f"{details['model']['nll']:.4f}",
-        "-" if result["ratio"] is None else f"{result['ratio']:.3f}",
-    )
-    for name, one in result["parts"].items():
-        ratio = "-" if softmax is None else f"{one['value'] / result['softmax_perplexity']:.3f}"
-        made.add_row(name, f"{one['value']:.3f}", f"{one['nll']:.4f}", ratio)
-    results.print(made)
-    say(
-        f"per token, {result['targets']:,} tokens scored in {result['blocks']} blocks of "
-        f"{result['block']:,}, {result['seconds']:.0f} s; text: {', '.join(result['text'])}"
-    )
-
-
-def check_hybrid(loaded: Loaded) -> None:
-    """Refuse to ablate what has no two parts.
+def _read_tasks(
+    given: list[str] | None, limit: int | None
+) -> list[tuple[Task, Path, list[Question]]]:
+    """``["piqa=file"]`` -> tasks with their files and questions.
 
     Raises:
-        PlanError: the model is not converted, or keeps no key exact.
+        PlanError: no ``=``, an unknown task, or one given twice. TextError: a file that is missing
+            or malformed.
     """
-    plan = loaded.plan
-    if plan is None or not (plan.sinks or plan.window):
-        raise PlanError(
-            "--ablate-linear",
-            "an unconverted model" if plan is None else "a model without sinks and window",
-            "Use it on a model converted with --sinks or --window.",
-        )
+    tasks: dict[str, tuple[Task, Path, list[Question]]] = {}
+    for pair in given or []:
+        name, equals, file = pair.partition("=")
+        if not equals or not file:
+            raise PlanError(
+                f"--task {pair}", "no NAME=FILE", "Write it like --task piqa=piqa.jsonl."
+            )
+        task = get_task(name)
+        if name in tasks:
+            raise PlanError(f"--task {pair}", f"{name} a second time", "Give each task once.")
+        tasks[name] = (task, Path(file), read_questions(task, file, limit))
+    return list(tasks.values())
 
 
-def _measure(
-    title: str, loaded: Loaded, text: Source, block: int, blocks: int | None, batch: int
-) -> Perplexity:
-    with progress(title) as advance:
-        return perplexity(loaded, text, block=block, blocks=blocks, batch=batch, progress=advance)
+def _variants(loaded: Loaded, reference: bool, ablate: bool) -> Variants:
+    """The ways to run a model that are compared.
+
+    Raises:
+        PlanError: parts are asked of a model that is not converted, or keeps no key exact.
+    """
+    model, plan = loaded.model, loaded.plan
+    variants: Variants = {MODEL: nullcontext}
+    if reference and converted_layers(model):
+        variants[SOFTMAX] = partial(original_attention, model)
+    if ablate:
+        if plan is None or not (plan.sinks or plan.window):
+            raise PlanError(
+                "--ablate-linear",
+                "an unconverted model" if plan is None else "a model without sinks and window",
+                "Use it on a model converted with --sinks or --window.",
+            )
+        for name, part in PARTS.items():
+            variants[name] = partial(only_part, model, part)
+    return variants
+
+
+def _each(
+    variants: Variants, title: str, measure: Callable[[Callable[[int, int, str], None]], T]
+) -> dict[str, T]:
+    """One measurement of every variant."""
+    found = {}
+    for name, enter in variants.items():
+        with enter(), progress(title if name == MODEL else f"{title}, {name}") as advance:
+            found[name] = measure(advance)
+    return found
+
+
+def _choose(
+    loaded: Loaded,
+    task: Task,
+    questions: Sequence[Question],
+    batch: int,
+    advance: Callable[[int, int, str], None],
+) -> Any:
+    return choice(loaded, task, questions, batch=batch, progress=advance)

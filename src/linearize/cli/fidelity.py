@@ -33,7 +33,7 @@ from linearize.cli.common import (
     store_json,
     table,
 )
-from linearize.cli.evaluate import DEFAULT_TEXT
+from linearize.cli.evaluation import DEFAULT_TEXT
 from linearize.errors import OutputError, PlanError
 from linearize.evaluate import Errors, Fidelity
 from linearize.evaluate import fidelity as measure

@@ -13,7 +13,7 @@ from linearize.convert import ConversionReport, LayerReport
 from linearize.errors import CheckpointError
 from linearize.selection import Candidate, Selection
 
-__all__ = ["EVALUATION", "SAMPLES", "Memory", "ReportData", "read"]
+__all__ = ["EVALUATION", "SAMPLES", "Memory", "ReportData", "read", "read_evaluation"]
 
 EVALUATION = "evaluation.json"
 SAMPLES = "samples.json"
@@ -100,12 +100,23 @@ def read(folder: str | Path) -> ReportData:
             f"an account that cannot be read ({error})",
             "Convert again, or use the version of linearize that wrote it.",
         ) from error
-    evaluation, samples = folder / EVALUATION, folder / SAMPLES
+    samples = folder / SAMPLES
     return ReportData(
         conversion,
-        _read_json(evaluation, dict) if evaluation.is_file() else None,
+        read_evaluation(folder),
         _read_json(samples, list) if samples.is_file() else [],
     )
+
+
+def read_evaluation(folder: str | Path) -> dict[str, Any] | None:
+    """What ``linearize eval`` stored in a folder; ``None`` before the first evaluation.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = Path(folder) / EVALUATION
+    found: dict[str, Any] | None = _read_json(path, dict) if path.is_file() else None
+    return found
 
 
 def _read_json(path: Path, kind: type) -> Any:
