@@ -118,6 +118,12 @@ def test_layers_outside_the_model_are_named(layers: Any, outside: str) -> None:
         ("layers", (1, "x")),
         ("layers", (0.5,)),
         ("widnow", 3),
+        ("keep", "0"),
+        ("keep", "100%"),
+        ("keep", "ten"),
+        ("heads", "some"),
+        ("state_rank", 0),
+        ("fitting", "both"),
     ],
 )
 def test_a_bad_value_is_named(name: str, value: Any) -> None:
@@ -132,6 +138,20 @@ def test_a_group_budget_below_the_minimum_contradicts_itself() -> None:
     with pytest.raises(PlanError, match="groups=2 is below min_groups=3"):
         Plan(groups=2, min_groups=3)
     assert Plan(groups=1).groups == 1  # the learned global
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"layers": "auto"}, "need one of keep, max_kl and memory_budget"),
+        ({"heads": "auto", "keep": 2, "max_kl": 0.1}, "keep, max_kl given"),
+        ({"keep": 2}, "keep is for"),
+        ({"state_rank": 8, "state_budget": 1000}, "exclude each other"),
+    ],
+)
+def test_contradictions_are_named(settings: dict[str, Any], found: str) -> None:
+    with pytest.raises(PlanError, match=found):
+        Plan(**settings)
 
 
 def test_a_plan_cannot_be_changed() -> None:

@@ -95,7 +95,7 @@ class Plan(BaseModel):
             name = ".".join(str(part) for part in first["loc"]) or "plan"
             raise PlanError(
                 f"{name}={first.get('input')!r}",
-                first["msg"],
+                first["msg"].removeprefix("Value error, "),
                 f"Set {name} to a valid value; linearize.Plan documents each field.",
             ) from None
 
@@ -115,7 +115,7 @@ class Plan(BaseModel):
             return None
         number, percent = (text[:-1], True) if str(text).endswith("%") else (text, False)
         try:
-            fits = 0 < float(number) < 100 if percent else int(number) >= 0
+            fits = 0 < float(number) < 100 if percent else int(number) >= 1
         except (TypeError, ValueError):
             fits = False
         if not fits:

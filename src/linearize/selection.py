@@ -28,6 +28,7 @@ STRIDE = 4  # every fourth position is compared
 ROUNDS = 3  # measurements of all units on the way to a given number
 STEP = 1 / 12  # share of the units restored between measurements on the way to a divergence
 
+Unit = tuple[int, tuple[int, ...]]  # a layer and some of its KV heads
 Heads = dict[int, tuple[int, ...]]  # layer -> KV heads
 Progress = Callable[[int, int, str], None]
 
@@ -97,7 +98,7 @@ def choose(
         PlanError: nothing would remain converted, or more is to be kept than there is.
     """
     by_head = plan.heads == "auto"
-    units = [
+    units: list[Unit] = [
         (layer, heads)
         for layer, linear in sorted(fitted.items())
         for heads in (
@@ -109,62 +110,97 @@ def choose(
     limit = _limit(plan, len(units), "KV heads" if by_head else "layers")
     sample = [block[:TOKENS] for block in blocks]
     with _measuring(model, fitted, names, sample) as divergence:
-        kept: list[tuple[int, tuple[int, ...]]] = []
-        latest: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
-        current = divergence({})
-        curve = [(0, current)]
-        step = max(1, round(len(units) * STEP) if limit is None else -(-limit // ROUNDS))
-        done, total = 0, len(units) * (ROUNDS if limit is not None else round(1 / STEP))
-        while not _enough(plan, kept, limit, current):
-            rest = [unit for unit in units if unit not in kept]
-            for unit in rest:
-                value = divergence(_together([*kept, unit]))
-                latest[unit] = (value, current - value)
-                done += 1
-                if progress is not None:
-                    progress(done, total, f"layer {unit[0]}: {value:.3f} of {current:.3f} nats")
-            ranked = sorted(rest, key=lambda unit: latest[unit][0])
-            room = len(ranked) if limit is None else limit - len(kept)
-            added = 0
-            for unit in ranked:
-                if added == min(step, room):
-                    break
-                if plan.memory_budget is not None and plan.memory_budget < _bytes(
-                    fitted, _together([*kept, unit]), plan.context, retained
-                ):
-                    continue
-                kept.append(unit)
-                added += 1
-                if plan.max_kl is not None:
-                    current = divergence(_together(kept))
-                    curve.append((len(kept), current))
-                    if current <= plan.max_kl:
-                        break
-            if not added:
-                break
-            if plan.max_kl is None:
-                current = divergence(_together(kept))
-                curve.append((len(kept), current))
-    exact = _together(kept)
+        search = _Search(units, divergence, progress)
+        if limit is not None:
+            search.run(-(-limit // ROUNDS), limit=limit)
+        else:
+            search.run(
+                max(1, round(len(units) * STEP)),
+                until=plan.max_kl,
+                fits=lambda kept: (
+                    plan.memory_budget is None
+                    or _bytes(fitted, _together(kept), plan.context, retained) <= plan.memory_budget
+                ),
+            )
+    exact = _together(search.kept)
     remaining = _remaining(fitted, exact)
     if not remaining:
         raise PlanError(
             f"a divergence of at most {plan.max_kl} nats per token",
             "that only the unconverted model comes so close",
-            f"Allow max_kl={curve[-2][1]:.3g}, which leaves some of it converted.",
+            f"Allow max_kl={search.curve[-2][1]:.3g}, which leaves some of it converted.",
         )
-    others = sorted((u for u in units if u not in kept), key=lambda u: latest.get(u, (0.0, 0.0))[0])
-    nothing = (float("nan"), float("nan"))
     return remaining, Selection(
         unit="head" if by_head else "layer",
-        candidates=[
-            Candidate(*unit, *latest.get(unit, nothing), unit in kept) for unit in [*kept, *others]
-        ],
-        curve=curve,
+        candidates=search.candidates(),
+        curve=search.curve,
         decode_bytes=_bytes(fitted, exact, plan.context, retained),
         context=plan.context,
         tokens=sum(len(block) for block in sample),
     )
+
+
+class _Search:
+    """Greedy restoring, with all remaining units measured again between two steps."""
+
+    def __init__(
+        self, units: list[Unit], divergence: Callable[[Heads], float], progress: Progress | None
+    ) -> None:
+        self.kept: list[Unit] = []
+        self.curve = [(0, divergence({}))]
+        self._units, self._divergence, self._progress = units, divergence, progress
+        self._latest: dict[Unit, tuple[float, float]] = {}  # divergence and gain when last measured
+        self._done = 0
+
+    def run(
+        self,
+        step: int,
+        *,
+        limit: int | None = None,
+        until: float | None = None,
+        fits: Callable[[list[Unit]], bool] = lambda kept: True,
+    ) -> None:
+        """Keep up to ``step`` units after every measurement of all, until one of the ends is met."""
+        rounds = -(-(limit or len(self._units)) // step)
+        while True:
+            added = 0
+            for unit in self._ranked(rounds):
+                if added == step or self._over(limit, until):
+                    break
+                if fits([*self.kept, unit]):
+                    self.kept.append(unit)
+                    added += 1
+                    self.curve.append((len(self.kept), self._divergence(_together(self.kept))))
+            if not added or self._over(limit, until):
+                break
+
+    def candidates(self) -> list[Candidate]:
+        """The kept ones in the order they were chosen, then the others, most helpful first."""
+        others = [unit for unit in self._units if unit not in self.kept]
+        others.sort(key=lambda unit: self._latest[unit][0])
+        return [
+            Candidate(*unit, *self._latest[unit], kept=unit in self.kept)
+            for unit in [*self.kept, *others]
+        ]
+
+    def _over(self, limit: int | None, until: float | None) -> bool:
+        kept = len(self.kept)
+        return kept == len(self._units if limit is None else self._units[:limit]) or (
+            until is not None and self.curve[-1][1] <= until
+        )
+
+    def _ranked(self, rounds: int) -> list[Unit]:
+        """Measure every unit that is not kept, beside those that are; most helpful first."""
+        rest = [unit for unit in self._units if unit not in self.kept]
+        current = self.curve[-1][1]
+        for unit in rest:
+            value = self._divergence(_together([*self.kept, unit]))
+            self._latest[unit] = (value, current - value)
+            self._done += 1
+            if self._progress is not None:
+                message = f"measuring layer {unit[0]}: {value:.3f} of {current:.3f} nats"
+                self._progress(self._done, rounds * len(self._units), message)
+        return sorted(rest, key=lambda unit: self._latest[unit][0])
 
 
 def check_memory(plan: Plan, layers: Sequence[LinearAttention], retained: int) -> None:
@@ -207,14 +243,6 @@ def _limit(plan: Plan, units: int, what: str) -> int | None:
             f"Keep at most {units - 1}.",
         )
     return number
-
-
-def _enough(
-    plan: Plan, kept: Sequence[tuple[int, tuple[int, ...]]], limit: int | None, current: float
-) -> bool:
-    if limit is not None:
-        return len(kept) >= limit
-    return plan.max_kl is not None and current <= plan.max_kl
 
 
 @contextmanager
@@ -260,7 +288,7 @@ def _divergence(wanted: Tensor, found: Tensor) -> float:
     return float((wanted.exp() * (wanted - found)).sum(-1).mean())
 
 
-def _together(units: Sequence[tuple[int, tuple[int, ...]]]) -> Heads:
+def _together(units: Sequence[Unit]) -> Heads:
     """Units as the exact KV heads of every layer."""
     heads: Heads = {}
     for layer, some in units:
