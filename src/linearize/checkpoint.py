@@ -15,9 +15,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from linearize.attention import LinearAttention
 from linearize.convert import ConversionReport, attach, converted_layers, rebuild
 from linearize.errors import CheckpointError, LinearizeError, PlanError
+from linearize.lora import (
+    lora_layers,
+    merged_weights,
+    restore_lora,
+    store_lora,
+    without_lora,
+)
 from linearize.models import Loaded, attention_layers, load_pretrained
 from linearize.output import new_folder, write_json
 from linearize.plan import Plan
+from linearize.versions import versions
 
 __all__ = ["ADAPTER", "REPORT", "load", "load_adapter", "save"]
 
@@ -33,33 +41,52 @@ def save(
     *,
     overwrite: bool = False,
     report: ConversionReport | None = None,
+    merge: bool = False,
+    accounts: dict[str, Any] | None = None,
 ) -> None:
-    """Save a converted model.
+    """Save a converted or adapted model.
 
     Args:
-        loaded: a converted model.
+        loaded: a model with converted layers, with LoRA, or with both.
         folder: written at once; an interruption leaves what was there.
-        adapter_only: only the kernels, naming the base they belong to; otherwise an ordinary
-            Hugging Face folder (safetensors, configuration, tokenizer) with a ``linearize`` section.
+        adapter_only: only kernels and LoRA, naming the base they belong to; otherwise an ordinary
+            Hugging Face folder (safetensors, configuration, tokenizer) with a ``linearize`` section
+            and LoRA in a file of its own.
         overwrite: replace a folder that has content.
         report: stored beside the weights as ``conversion.json``.
+        merge: fold LoRA into the stored weights; the model in memory stays as it is.
+        accounts: further JSON to store, by file name.
 
     Raises:
-        CheckpointError: the model is not converted. OutputError: the folder cannot be written.
+        CheckpointError: the model is neither converted nor adapted, or nothing is left to store.
+        OutputError: the folder cannot be written.
     """
-    section = getattr(loaded.model.config, "linearize", None)
-    if section is None:
+    model = loaded.model
+    section = getattr(model.config, "linearize", None)
+    if section is None and not lora_layers(model):
         raise CheckpointError(
             "saving a converted model", "a model without converted layers", "Convert it first."
+        )
+    if merge and adapter_only:
+        raise CheckpointError(
+            "an adapter with LoRA folded in",
+            "an adapter, which has no weights to fold it into",
+            "Choose one of the two.",
         )
     with new_folder(folder, overwrite) as scratch:
         if report is not None:
             write_json(scratch / REPORT, report.as_dict())
+        for name, account in (accounts or {}).items():
+            write_json(scratch / name, account)
+        if not merge:
+            store_lora(model, scratch)
         if adapter_only:
-            write_json(scratch / ADAPTER, section)
-            safetensors.torch.save_file(_kernel_tensors(loaded.model), scratch / KERNELS)
+            write_json(scratch / ADAPTER, section or _unconverted(loaded))
+            safetensors.torch.save_file(_kernel_tensors(model), scratch / KERNELS)
             return
-        loaded.model.save_pretrained(scratch)
+        folded = merged_weights(model) if merge else {}
+        with without_lora(model):
+            model.save_pretrained(scratch, state_dict=model.state_dict() | folded)
         if loaded.tokenizer is not None:
             loaded.tokenizer.save_pretrained(scratch)
 
@@ -98,8 +125,11 @@ def load(
     config_file = folder / "config.json"
     stored = _read_json(config_file).get("linearize") if config_file.is_file() else None
     if stored is None:
-        return load_pretrained(ref, dtype=dtype, device=device)
+        plain = load_pretrained(ref, dtype=dtype, device=device)
+        restore_lora(plain.model, folder)
+        return plain
     model, plan = _load_converted(folder, stored, dtype)
+    restore_lora(model, folder)
     if device is not None:
         nn.Module.to(model, device)
     tokenizer = None
@@ -116,18 +146,22 @@ def load(
 
 
 def load_adapter(base: Loaded, folder: str | Path) -> Loaded:
-    """Put stored kernels into their base model, in place.
+    """Put stored kernels and LoRA into their base model, in place.
 
     Raises:
-        CheckpointError: the base has other layers or head shapes, is converted already, or tensors
-            are missing, unexpected or of another shape.
+        CheckpointError: the base has other layers or head shapes, is converted or adapted already,
+            or tensors are missing, unexpected or of another shape.
     """
     folder = Path(folder)
     section = _read_json(folder / ADAPTER)
-    if converted_layers(base.model):
+    if converted_layers(base.model) or lora_layers(base.model):
+        done = "converted" if converted_layers(base.model) else "adapted"
         raise CheckpointError(
-            f"loading adapter {folder}", "a model that is converted already", "Load a fresh base."
+            f"loading adapter {folder}", f"a model that is {done} already", "Load a fresh base."
         )
+    if section.get("plan", section) is None:  # LoRA of an unconverted model
+        restore_lora(base.model, folder)
+        return Loaded(base.model.eval(), base.tokenizer, None, str(folder))
     layers, names, plan = _rebuild(section, folder)
     present = {layer.index: layer for layer in attention_layers(base.model)}
     for index, linear in layers.items():
@@ -144,7 +178,8 @@ def load_adapter(base: Loaded, folder: str | Path) -> Loaded:
     for linear in layers.values():
         linear.to(base.model.device)
     attach(base.model, layers, names, plan, section.get("base"))
-    return Loaded(base.model, base.tokenizer, plan, str(folder))
+    restore_lora(base.model, folder)
+    return Loaded(base.model.eval(), base.tokenizer, plan, str(folder))
 
 
 def _load_converted(
@@ -246,6 +281,11 @@ def _kernel_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         for index, linear in converted_layers(model).items()
         for key, value in linear.state_dict().items()
     }
+
+
+def _unconverted(loaded: Loaded) -> dict[str, Any]:
+    """The account of an adapter that holds LoRA alone."""
+    return {"plan": None, "base": loaded.ref, "layers": {}, "versions": versions()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

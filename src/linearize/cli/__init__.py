@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from linearize.cli.adapt import adapt, merge
+from linearize.cli.bench import bench
 from linearize.cli.coefficients import export_file, import_file
 from linearize.cli.common import Verbs, quiet
 from linearize.cli.convert import convert
@@ -25,6 +27,8 @@ __all__ = ["app", "main"]
 VERBS: dict[str, Callable[..., Any]] = {
     "demo": demo,
     "convert": convert,
+    "adapt": adapt,
+    "merge": merge,
     "eval": evaluate,
     "fidelity": fidelity,
     "diagnose": diagnose,
@@ -47,6 +51,7 @@ app = typer.Typer(
 )
 for name, verb in VERBS.items():
     app.command(name, no_args_is_help=name not in ("demo", "kernels"))(verb)
+app.add_typer(bench, name="bench")
 app.add_typer(probe, name="probe")
 
 

@@ -1,0 +1,360 @@
+"""`linearize adapt` and `linearize merge`: train LoRA and kernels, and fold LoRA into the weights."""
+
+from __future__ import annotations
+
+import json as json_module
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Option
+
+from linearize.adapt import (
+    ADAPTATION,
+    PRESETS,
+    Adaptation,
+    AdaptationReport,
+    AdaptSettings,
+    Part,
+    read_parts,
+)
+from linearize.adapt import adapt as adapt_model
+from linearize.adapt.checkpoint import FILE
+from linearize.checkpoint import ADAPTER, REPORT, save
+from linearize.cli.common import (
+    JsonOption,
+    OverwriteOption,
+    check_texts,
+    load_model,
+    note,
+    notes,
+    progress,
+    say,
+    store_json,
+)
+from linearize.convert import ConversionReport, converted_layers
+from linearize.errors import CheckpointError, OutputError
+from linearize.lora import lora_layers
+from linearize.output import check_writable
+from linearize.processes import Processes
+from linearize.report.data import read as read_report
+
+__all__ = ["adapt", "merge"]
+
+RANGES = (
+    "UTF-8 text or .jsonl. FILE@A-B takes only blocks A to B (inclusive, from 0) of it, "
+    "counted in blocks of --unit tokens. May be repeated."
+)
+
+
+def adapt(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR|MODEL",
+            help="A converted folder; or any model, which gives the softmax reference.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[
+        Path,
+        Option("--out", metavar="DIR", help="Folder of the adapted model.", show_default=False),
+    ],
+    text: Annotated[
+        list[str], Option("--text", metavar="FILE[@A-B]", help=RANGES, show_default=False)
+    ],
+    validation_text: Annotated[
+        list[str] | None,
+        Option(
+            "--validation-text",
+            metavar="FILE[@A-B]",
+            help="What the best weights are chosen on.",
+            show_default="the last blocks of the text",
+        ),
+    ] = None,
+    unit: Annotated[
+        int | None,
+        Option("--unit", min=2, help="Tokens per block of a range.", show_default="--block"),
+    ] = None,
+    preset: Annotated[
+        str,
+        Option(
+            "--preset",
+            metavar="|".join(PRESETS),
+            help="paper: 512 updates of 4,096 tokens. small: 128 of 2,048, for two cores. Options "
+            "below change single values.",
+        ),
+    ] = "paper",
+    steps: Annotated[int | None, Option("--steps", help="Updates.")] = None,
+    block: Annotated[int | None, Option("--block", help="Tokens per block.")] = None,
+    batch: Annotated[int | None, Option("--batch", help="Blocks per forward pass.")] = None,
+    accumulate: Annotated[
+        int | None, Option("--accumulate", help="Forward passes per update and process.")
+    ] = None,
+    lr: Annotated[float | None, Option("--lr", help="Peak learning rate.")] = None,
+    kernel_lr: Annotated[
+        float | None,
+        Option("--kernel-lr", help="Peak learning rate of the kernels.", show_default="--lr"),
+    ] = None,
+    kernels: Annotated[
+        bool | None, Option("--kernels/--no-kernels", help="Train kernel parameters as well.")
+    ] = None,
+    rank: Annotated[int | None, Option("--rank", help="Rank of LoRA; 0: none.")] = None,
+    alpha: Annotated[float | None, Option("--alpha", help="Scale of LoRA times its rank.")] = None,
+    dropout: Annotated[float | None, Option("--dropout", help="Dropout before LoRA.")] = None,
+    weight_decay: Annotated[float | None, Option("--weight-decay", help="Of AdamW.")] = None,
+    warmup: Annotated[
+        float | None, Option("--warmup", help="Share of the updates with a rising rate.")
+    ] = None,
+    clip: Annotated[float | None, Option("--clip", help="Largest gradient norm.")] = None,
+    distill: Annotated[
+        float | None,
+        Option("--distill", help="Share of the loss that follows the original model's logits."),
+    ] = None,
+    transfer_steps: Annotated[
+        int | None,
+        Option("--transfer-steps", help="Updates of attention transfer before the others."),
+    ] = None,
+    transfer_lr: Annotated[
+        float | None, Option("--transfer-lr", help="Peak learning rate of attention transfer.")
+    ] = None,
+    eval_every: Annotated[
+        int | None, Option("--eval-every", help="Updates between two validations.")
+    ] = None,
+    validation_blocks: Annotated[
+        int | None, Option("--validation-blocks", help="Blocks of a validation.")
+    ] = None,
+    skip_blocks: Annotated[
+        int | None, Option("--skip-blocks", help="First blocks of the text, not trained on.")
+    ] = None,
+    seed: Annotated[
+        int | None, Option("--seed", help="Seed of LoRA, order of blocks and dropout.")
+    ] = None,
+    dtype: Annotated[
+        str | None, Option("--dtype", metavar="bf16|fp32", help="Precision of the model's maths.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, Option("--gradient-checkpointing", help="Less memory, a third more time.")
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float | None, Option("--checkpoint-seconds", help="Time between two checkpoints.")
+    ] = None,
+    tensorboard: Annotated[
+        bool, Option("--tensorboard/--no-tensorboard", help="Write curves for TensorBoard.")
+    ] = True,
+    adapter_only: Annotated[
+        bool, Option("--adapter-only", help="Save kernels and LoRA only, naming their base.")
+    ] = False,
+    resume: Annotated[
+        bool, Option("--resume", help="Continue the run that was interrupted.")
+    ] = False,
+    overwrite: OverwriteOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Train LoRA on every layer's projections and the kernels with it, and save the best weights.
+
+    The backbone stays as it is. The run under way keeps a checkpoint in DIR.training beside the
+    output folder; --resume continues from it and gives what an uninterrupted run gives. Started by
+    `accelerate launch`, the processes share the blocks of an update.
+
+    Examples:
+
+    \b
+      linearize adapt out/oal --preset small --text train.txt --out out/oal-adapted
+      linearize adapt out/oal --preset small --text train.txt --out out/oal-adapted --resume
+      linearize adapt smollm2-135m --preset small --text train.txt --out out/softmax-adapted
+      linearize adapt out/oal --unit 4096 --text train.txt@26-55 --text valid.txt@32-64 \\
+        --validation-text valid.txt@0-31 --out out/oal-adapted
+      accelerate launch --num_processes 2 -m linearize adapt out/oal --text train.txt --out out/two
+    """
+    given = {
+        "steps": steps,
+        "block": block,
+        "batch": batch,
+        "accumulate": accumulate,
+        "lr": lr,
+        "kernel_lr": kernel_lr,
+        "train_kernels": kernels,
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": dropout,
+        "weight_decay": weight_decay,
+        "warmup": warmup,
+        "clip": clip,
+        "distill": distill,
+        "transfer_steps": transfer_steps,
+        "transfer_lr": transfer_lr,
+        "eval_every": eval_every,
+        "validation_blocks": validation_blocks,
+        "skip_blocks": skip_blocks,
+        "seed": seed,
+        "dtype": dtype,
+        "gradient_checkpointing": gradient_checkpointing,
+        "checkpoint_seconds": checkpoint_seconds,
+    }
+    changes = {name: value for name, value in given.items() if value is not None}
+    settings = AdaptSettings.preset(preset, **changes)
+    train = [Part(one) for one in text]
+    held = [Part(one) for one in validation_text or []]
+    check_texts([part.path for part in (*train, *held)])
+    check_folder(model)
+    check_writable(out, overwrite)
+    work = out.with_name(f"{out.name}.training")
+    main = Processes.join().main
+    if main:
+        _claim(work, resume, overwrite)
+
+    loaded = load_model(model)
+    sizes = {"unit": unit or settings.block, "block": settings.block}
+    tokens = read_parts(train, loaded.tokenizer, **sizes)
+    kept = read_parts(held, loaded.tokenizer, **sizes) if held else None
+    with progress("adapting") as advance:
+        adaptation = adapt_model(
+            loaded,
+            tokens,
+            settings,
+            validation=kept,
+            folder=work,
+            resume=resume,
+            tensorboard=tensorboard,
+            progress=advance,
+            names=([part.text for part in train], [part.text for part in held]),
+        )
+    if not main:
+        return
+    show(adaptation.report)
+    with notes.status(f"saving {out}"):
+        _store(adaptation, model, out, work, adapter_only, overwrite)
+    say(f"saved to {out}; next: linearize eval {out}, linearize report {out}")
+    store_json(json, {"folder": str(out), **adaptation.report.as_dict()})
+
+
+def merge(
+    folder: Annotated[
+        str, typer.Argument(metavar="DIR", help="An adapted folder.", show_default=False)
+    ],
+    out: Annotated[
+        Path, Option("--out", metavar="DIR", help="Folder to write.", show_default=False)
+    ],
+    overwrite: OverwriteOption = False,
+    json: JsonOption = None,
+) -> None:
+    """Fold LoRA into the weights: a folder that loads without peft and gives equal logits.
+
+    A folded softmax model is an ordinary Hugging Face folder; a folded converted one is what
+    `linearize convert` writes. Embeddings tied to the output projection stay tied.
+
+    Examples:
+
+    \b
+      linearize merge out/oal-adapted --out out/oal-merged
+    """
+    check_writable(out, overwrite)
+    loaded = load_model(folder)
+    count = len(lora_layers(loaded.model))
+    if not count:
+        raise CheckpointError(
+            f"merging {folder}", "a model without LoRA", "Give a folder of linearize adapt."
+        )
+    save(
+        loaded,
+        out,
+        merge=True,
+        overwrite=overwrite,
+        report=_conversion(folder),
+        accounts=_accounts(folder),
+    )
+    say(f"folded LoRA into {count} projections, saved to {out}")
+    store_json(json, {"folder": str(out), "projections": count})
+
+
+def show(report: AdaptationReport) -> None:
+    """Print what the adaptation comes to."""
+    settings = report.settings
+    say(
+        f"{settings['steps']} updates, {report.tokens:,} tokens, {report.lora_numbers:,} LoRA and "
+        f"{report.kernel_numbers:,} kernel numbers trained in {report.seconds:.0f} s, "
+        f"{report.peak_memory / 2**30:.1f} GiB at most"
+    )
+    say(
+        f"validation perplexity on {report.validation_blocks} blocks of {settings['block']:,}: "
+        f"{report.start_perplexity:.2f} before, {report.best_perplexity:.2f} after "
+        f"{report.best_step} updates, whose weights are kept"
+    )
+
+
+def check_folder(model: str) -> None:
+    """Refuse a folder that is no model before anything is loaded.
+
+    Raises:
+        CheckpointError: it is a folder with neither a configuration nor an adapter.
+    """
+    folder = Path(model)
+    files = ("config.json", ADAPTER)
+    if folder.is_dir() and not any((folder / name).is_file() for name in files):
+        raise CheckpointError(
+            f"adapting {folder}",
+            f"a folder without {' or '.join(files)}",
+            "Give a folder that linearize convert wrote, or a model.",
+        )
+
+
+def _claim(work: Path, resume: bool, overwrite: bool) -> None:
+    """Make the folder of the run under way, or refuse to lose an interrupted one.
+
+    Raises:
+        OutputError: there is an interrupted run, or the folder cannot be written.
+    """
+    found = (work / FILE).is_file()
+    if found and not (resume or overwrite):
+        raise OutputError(
+            f"a new run in {work}",
+            "the checkpoint of an interrupted one",
+            "Continue it with --resume, or start again with --overwrite.",
+        )
+    if resume and not found:
+        note(f"nothing to resume in {work}: starting from the beginning")
+    try:
+        if found and not resume:
+            shutil.rmtree(work)
+        work.mkdir(parents=True, exist_ok=True)
+        probe = work / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"the folder {work} for checkpoints", f"{error.strerror or error}", "Choose another."
+        ) from error
+
+
+def _store(
+    adaptation: Adaptation, model: str, out: Path, work: Path, adapter_only: bool, overwrite: bool
+) -> None:
+    """Write the adapted model, then drop the run under way."""
+    if converted_layers(adaptation.loaded.model) or lora_layers(adaptation.loaded.model):
+        save(
+            adaptation.loaded,
+            out,
+            adapter_only,
+            overwrite=overwrite,
+            report=_conversion(model),
+            accounts={ADAPTATION: adaptation.report.as_dict()},
+        )
+    events = work / "tensorboard"
+    if events.is_dir():
+        shutil.move(events, out / "tensorboard")
+    shutil.rmtree(work, ignore_errors=True)
+
+
+def _conversion(folder: str) -> ConversionReport | None:
+    """The account of the conversion, if the folder holds one."""
+    return read_report(folder).conversion if (Path(folder) / REPORT).is_file() else None
+
+
+def _accounts(folder: str) -> dict[str, Any]:
+    """The account of the adaptation, if the folder holds one."""
+    path = Path(folder) / ADAPTATION
+    return (
+        {ADAPTATION: json_module.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
+    )
