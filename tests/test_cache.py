@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import tiny
-from linearize.cache import LinearCacheLayer
+from linearize.cache import LinearCacheLayer, cache_bytes
 from linearize.convert import converted_layers, original_attention
 from linearize.errors import ModelError
 from tolerances import assert_close
@@ -286,3 +286,18 @@ def test_training_through_a_cache_keeps_the_graph() -> None:
         return leaf.grad
 
     assert_close(gradient([7, 4, 1]), gradient([12]), torch.float32, "gradient")
+
+
+def test_bytes_count_states_and_the_keys_of_everything_exact() -> None:
+    """In a layer with one exact KV head, in a softmax layer, and in a constant state."""
+    model = tiny.converted("oal in some heads").model
+    sizes = []
+    for tokens in (8, 20):
+        _, cache = tiny.decode(model, tiny.prompt(3, tokens), [tokens])
+        sizes.append(cache_bytes(cache))
+    layers = converted_layers(model)
+    exact = sum(tiny.KV_HEADS - x.kernel.shape.kv_heads for x in layers.values())
+    exact += tiny.KV_HEADS * (tiny.LAYERS - len(layers))
+    assert exact == 2
+    assert sizes[1] - sizes[0] == 3 * 12 * exact * 2 * tiny.HEAD_DIM * 4
+    assert cache_bytes(None) == 0

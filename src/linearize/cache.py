@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from linearize.errors import ModelError
 from linearize.ops import State
 
-__all__ = ["LinearCacheLayer", "hand_over_cache"]
+__all__ = ["LinearCacheLayer", "cache_bytes", "hand_over_cache"]
 
 
 class LinearCacheLayer(CacheLayerMixin):
@@ -99,6 +99,19 @@ class LinearCacheLayer(CacheLayerMixin):
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.state is not None:
             self.state = self.state.map(function)
+
+
+def cache_bytes(cache: Cache | None) -> int:
+    """Bytes of all keys, values and states a cache holds."""
+    total = 0
+    for layer in [] if cache is None else cache.layers:
+        exact: Any = layer
+        if isinstance(layer, LinearCacheLayer):
+            total += 0 if layer.state is None else layer.state.nbytes
+            exact = layer.exact
+        for tensor in (getattr(exact, "keys", None), getattr(exact, "values", None)):
+            total += 0 if tensor is None else tensor.nbytes
+    return total
 
 
 def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from transformers import TextStreamer
-from transformers.cache_utils import Cache
 
-from linearize.cache import LinearCacheLayer
+from linearize.cache import cache_bytes
 from linearize.errors import ModelError, TextError
 from linearize.models import Loaded
 
-__all__ = ["Continuation", "cache_bytes", "continue_prompt"]
+__all__ = ["Continuation", "continue_prompt"]
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,3 @@ def continue_prompt(
         cache_bytes(made.past_key_values),
         seconds,
     )
-
-
-def cache_bytes(cache: Cache | None) -> int:
-    """Bytes of all keys, values and states a cache holds."""
-    total = 0
-    for layer in [] if cache is None else cache.layers:
-        if isinstance(layer, LinearCacheLayer):
-            total += 0 if layer.state is None else layer.state.nbytes
-        else:
-            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(t.numel() * t.element_size() for t in tensors if t is not None)
-    return total
