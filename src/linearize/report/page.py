@@ -65,7 +65,8 @@ def _context(data: ReportData) -> dict[str, Any]:
         "base": report.base or "a model built in memory",
         "layers": [layer.layer for layer in report.layers],
         "retained": report.model_layers - len(report.layers),
-        "evaluation": data.evaluation,
+        "evaluation": data.evaluation if "perplexity" in (data.evaluation or {}) else None,
+        "accuracies": _accuracies(data.evaluation or {}),
         "evaluation_settings": _evaluation_settings(data.evaluation),
         "samples": data.samples,
         "memory": memory,
@@ -146,6 +147,18 @@ def _heads(report: ConversionReport, paths: list[list[list[str]]]) -> list[dict[
         }
         for layer, heads in zip(report.layers, paths, strict=True)
     ]
+
+
+def _accuracies(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a task: accuracies with standard errors of softmax, the converted model, its parts."""
+    rows = []
+    for task in evaluation.get("tasks", {}).values():
+        measured = {"softmax, the same weights": task["softmax"], "converted": task["model"]}
+        rows.append(
+            task
+            | {"measured": {k: v for k, v in (measured | task["parts"]).items() if v is not None}}
+        )
+    return rows
 
 
 def _evaluation_settings(evaluation: dict[str, Any] | None) -> dict[str, Any]:
