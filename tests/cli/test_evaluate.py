@@ -39,6 +39,31 @@ def test_a_converted_model_stands_beside_its_softmax_reference(
     assert again.value == pytest.approx(original.value, rel=1e-5)
 
 
+def test_the_recall_split_stands_beside_that_of_softmax(
+    run, converted: Path, text: Path, tmp_path: Path
+) -> None:
+    given = ["--text", text, "--block", 200, "--blocks", 2, "--json", tmp_path / "split.json"]
+    result = run("eval", converted, *given, "--recall-split")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "split.json").read_text())
+    found, loaded = written["recall"], linearize.load(converted)
+    with original_attention(loaded.model):
+        softmax = linearize.evaluate.recall_split(loaded, text, block=200, blocks=2)
+    wanted = linearize.evaluate.recall_split(loaded, text, block=200, blocks=2)
+    for name, split in (("model", wanted), ("softmax", softmax)):
+        for part in ("recalled", "rest"):
+            value = getattr(split, part).value
+            assert found[name][part]["value"] == pytest.approx(value, rel=1e-6)
+            assert f"{value:.3f}" in result.stdout
+    assert 0 < found["share"] == wanted.recalled.share < 1
+    assert sum(found["targets"].values()) == written["targets"] == 398
+    assert f"{found['share']:.1%}" in result.stdout
+    plain = run("eval", converted, *given)
+    assert plain.exit_code == 0 and "recall" not in json.loads(
+        (tmp_path / "split.json").read_text()
+    )
+
+
 def test_the_batch_changes_nothing(run, converted: Path, text: Path, tmp_path: Path) -> None:
     values = []
     for batch in (1, 3):

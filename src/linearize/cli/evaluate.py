@@ -29,9 +29,11 @@ from linearize.cli.evaluation import (
     beside,
     record,
     record_harness,
+    record_recall,
     record_task,
     show_harness,
     show_perplexity,
+    show_recall,
     show_tasks,
     store_beside,
 )
@@ -44,8 +46,8 @@ from linearize.evaluate import (
     get_task,
     harness,
     harness_tasks,
-    perplexity,
     read_questions,
+    recall_split,
 )
 from linearize.models import Loaded
 from linearize.text import Source, default_text
@@ -77,6 +79,13 @@ def evaluate(
     blocks: Annotated[
         int | None, Option("--blocks", min=1, help="Only the first so many blocks.")
     ] = None,
+    split: Annotated[
+        bool,
+        Option(
+            "--recall-split",
+            help="Also split perplexity by whether a token's bigram occurred earlier in the block.",
+        ),
+    ] = False,
     task: Annotated[
         list[str] | None,
         Option(
@@ -133,13 +142,16 @@ def evaluate(
     Tasks are zero-shot. Options are compared by their mean log-likelihood per token (piqa,
     hellaswag) or per character (arc_easy). With tasks and no --text, perplexity is left out.
 
+    With --recall-split, perplexity is also given apart for tokens that could be recalled, as they
+    followed the same token before in the block, and for the rest.
+
     Examples:
 
     \b
       linearize eval out/oal --text test.txt --block 2048 --blocks 8
       linearize eval out/oal --task piqa=piqa.jsonl --task arc_easy=arc.jsonl --limit 200
       linearize eval out/oal --harness piqa,arc_easy --limit 200
-      linearize eval smollm2-135m --text test.txt --json ppl.json
+      linearize eval smollm2-135m --text test.txt --recall-split --json ppl.json
     """
     paths = check_texts(text)
     tasks = _read_tasks(task, limit)
@@ -149,7 +161,7 @@ def evaluate(
     if harness_names is not None:
         wanted = [name.strip() for name in harness_names.split(",") if name.strip()]
         foreign = harness_tasks(wanted, harness_folder)
-    reads = paths is not None or not (tasks or foreign)
+    reads = split or paths is not None or not (tasks or foreign)
     if reads and paths is None:
         note(f"no --text: using {DEFAULT_TEXT}")
     loaded = load_model(model)
@@ -166,20 +178,24 @@ def evaluate(
         found = _each(
             variants,
             "perplexity",
-            lambda advance: perplexity(
+            lambda advance: recall_split(
                 loaded, source, block=block, blocks=blocks, batch=batch or 1, progress=advance
             ),
         )
+        whole = {name: one.both for name, one in found.items()}
         result |= record(
             model,
             names,
-            found[MODEL],
-            found.get(SOFTMAX),
+            whole[MODEL],
+            whole.get(SOFTMAX),
             batch=batch or 1,
             seconds=time.perf_counter() - started,
-            parts=beside(found),
+            parts=beside(whole),
         )
         show_perplexity(result, converted)
+        if split:
+            result["recall"] = record_recall(found)
+            show_recall(result["recall"], model, converted)
     if tasks:
         result["tasks"] = {
             one.name: record_task(

@@ -8,7 +8,7 @@ from typing import Any
 
 from linearize.checkpoint import REPORT
 from linearize.cli.common import results, say, table
-from linearize.evaluate import Choice, HarnessScore, Perplexity, get_task
+from linearize.evaluate import Choice, HarnessScore, Perplexity, RecallSplit, get_task
 from linearize.output import write_json
 from linearize.report import EVALUATION
 from linearize.report.data import read_evaluation
@@ -21,9 +21,11 @@ __all__ = [
     "beside",
     "record",
     "record_harness",
+    "record_recall",
     "record_task",
     "show_harness",
     "show_perplexity",
+    "show_recall",
     "show_tasks",
     "store_beside",
 ]
@@ -85,6 +87,22 @@ def record_harness(measured: dict[str, list[HarnessScore]], limit: int | None) -
     }
 
 
+def record_recall(measured: dict[str, RecallSplit]) -> dict[str, Any]:
+    """The recall split as JSON; the tokens are the same for every variant."""
+    recalled, rest = measured[MODEL].recalled, measured[MODEL].rest
+    return {
+        "share": recalled.share,
+        "targets": {"recalled": recalled.targets, "rest": rest.targets},
+        **_variants(
+            measured,
+            lambda one: {
+                name: {"value": part.value, "nll": part.nll}
+                for name, part in (("recalled", one.recalled), ("rest", one.rest))
+            },
+        ),
+    }
+
+
 def beside(measured: dict[str, Any]) -> dict[str, Any]:
     """What is neither the model nor its reference: the parts of a hybrid."""
     return {name: one for name, one in measured.items() if name not in (MODEL, SOFTMAX)}
@@ -115,6 +133,24 @@ def show_perplexity(result: dict[str, Any], converted: bool) -> None:
     say(
         f"per token, {result['targets']:,} tokens scored in {result['blocks']} blocks of "
         f"{result['block']:,}, {result['seconds']:.0f} s; text: {', '.join(result['text'])}"
+    )
+
+
+def show_recall(recall: dict[str, Any], model: str, converted: bool) -> None:
+    """Print perplexity on tokens that could be recalled from their block, and on the rest."""
+    rows = _rows(recall, model, converted)
+    ratios = ["recalled, ratio", "rest, ratio"] if recall["softmax"] else []
+    made = table("model", "recalled", "rest", *ratios)
+    for name, one in rows:
+        cells = [f"{one[part]['value']:.3f}" for part in ("recalled", "rest")]
+        if recall["softmax"]:
+            for part in ("recalled", "rest"):
+                cells.append(f"{one[part]['value'] / recall['softmax'][part]['value']:.3f}")
+        made.add_row(name, *cells)
+    results.print(made)
+    say(
+        f"perplexity per token; recalled are the {recall['share']:.1%} of tokens whose bigram occurred "
+        "earlier in the block"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from linearize.errors import ModelError, TextError
 from linearize.models import Loaded
 from linearize.text import Source, split_blocks, tokenize
 
-__all__ = ["Perplexity", "perplexity", "sequence_nll", "token_nll"]
+__all__ = ["Perplexity", "block_nll", "mean_perplexity", "perplexity", "sequence_nll", "token_nll"]
 
 HEAD_ROWS = 512  # positions whose log-probabilities are formed at once
 
@@ -59,6 +59,23 @@ def perplexity(
     Raises:
         TextError: the text is shorter than one block, or than ``blocks`` blocks.
     """
+    measured = block_nll(loaded, text, block=block, blocks=blocks, batch=batch, progress=progress)
+    return mean_perplexity([nll for _, nll in measured])
+
+
+def block_nll(
+    loaded: Loaded,
+    text: Source,
+    *,
+    block: int,
+    blocks: int | None,
+    batch: int,
+    progress: Callable[[int, int, str], None] | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The blocks of a text ``[block]``, each with its tokens' negative log-likelihoods ``[block - 1]``.
+
+    Arguments and errors are those of :func:`perplexity`.
+    """
     if block < 2 or batch < 1 or (blocks is not None and blocks < 1):
         raise TextError(
             f"perplexity on {blocks or 'all'} blocks of {block} tokens, {batch} a pass",
@@ -67,15 +84,23 @@ def perplexity(
         )
     tokens = tokenize(text, loaded.tokenizer)
     chosen = split_blocks(tokens, block, need=blocks or 1)[:blocks]
-    per_block: list[float] = []
+    done, total = 0, 0.0
     for start in range(0, len(chosen), batch):
         part = chosen[start : start + batch]
-        per_block += [float(nll.mean()) for nll in token_nll(loaded.model, part)]
+        for one, nll in zip(part, token_nll(loaded.model, part), strict=True):
+            done, total = done + 1, total + float(nll.mean())
+            yield one, nll
         if progress is not None:
-            mean = sum(per_block) / len(per_block)
-            progress(len(per_block), len(chosen), f"perplexity so far {_exp(mean):.2f}")
-    nll = sum(per_block) / len(per_block)
-    return Perplexity(_exp(nll), nll, len(chosen) * (block - 1), len(chosen), block, per_block)
+            progress(done, len(chosen), f"perplexity so far {_exp(total / done):.2f}")
+
+
+def mean_perplexity(blocks: Sequence[Tensor]) -> Perplexity:
+    """The perplexity of blocks of equal length from their tokens' negative log-likelihoods."""
+    per_block = [float(nll.mean()) for nll in blocks]
+    nll, scored = sum(per_block) / len(per_block), len(blocks[0])
+    return Perplexity(
+        _exp(nll), nll, len(per_block) * scored, len(per_block), scored + 1, per_block
+    )
 
 
 def sequence_nll(
