@@ -124,7 +124,7 @@ def adapt(
         best_nll=curves.nll[best],
         start_nll=curves.nll[0],
         lora_numbers=sum(p.numel() for p in run.lora.values()),
-        kernel_numbers=sum(p.numel() for p in run.kernels.values()),
+        kernel_numbers=_kernel_numbers(model) if run.kernels else 0,
         seconds=state.seconds,
         peak_memory=_peak_memory(),
         processes=processes.count,
@@ -376,6 +376,13 @@ def _own_randomness(model: PreTrainedModel) -> Iterator[None]:
         finally:
             if not checkpointing and model.is_activation_checkpointing:
                 model.activation_checkpointing_disable()
+
+
+def _kernel_numbers(model: PreTrainedModel) -> int:
+    """Numbers of all converted layers that are trained, padding left out."""
+    layers = converted_layers(model).values()
+    gains = (linear.gain for linear in layers if linear.gain is not None)
+    return sum(layer.kernel.trainable_numbers for layer in layers) + sum(g.numel() for g in gains)
 
 
 @torch.no_grad()

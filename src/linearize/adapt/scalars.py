@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Scalars"]
+__all__ = ["Scalars", "available"]
+
+
+def available() -> bool:
+    """Whether TensorBoard is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
 
 
 class Scalars:
@@ -18,15 +24,10 @@ class Scalars:
 
     def __init__(self, folder: str | Path | None, step: int) -> None:
         self._writer: Any = None
-        self.missing = False
-        if folder is None:
-            return
-        try:
+        if folder is not None and available():
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            self.missing = True
-            return
-        self._writer = SummaryWriter(str(folder), purge_step=step)
+
+            self._writer = SummaryWriter(str(folder), purge_step=step)
 
     def write(self, step: int, **values: float) -> None:
         """Add one point to every named curve."""

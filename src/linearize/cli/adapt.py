@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json as json_module
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 from typer import Option
 
 from linearize.adapt import (
@@ -21,6 +24,7 @@ from linearize.adapt import (
 )
 from linearize.adapt import adapt as adapt_model
 from linearize.adapt.checkpoint import FILE
+from linearize.adapt.scalars import available
 from linearize.checkpoint import ADAPTER, REPORT, save
 from linearize.cli.common import (
     JsonOption,
@@ -33,14 +37,14 @@ from linearize.cli.common import (
     say,
     store_json,
 )
-from linearize.convert import ConversionReport, converted_layers
-from linearize.errors import CheckpointError, OutputError
+from linearize.convert import ConversionReport
+from linearize.errors import CheckpointError, LinearizeError, OutputError
 from linearize.lora import lora_layers
 from linearize.output import check_writable
-from linearize.processes import Processes
+from linearize.processes import Processes, complete_launch
 from linearize.report.data import read as read_report
 
-__all__ = ["adapt", "merge"]
+__all__ = ["adapt", "check_folder", "finished", "merge", "show"]
 
 RANGES = (
     "UTF-8 text or .jsonl. FILE@A-B takes only blocks A to B (inclusive, from 0) of it, "
@@ -168,6 +172,7 @@ def adapt(
         --validation-text valid.txt@0-31 --out out/oal-adapted
       accelerate launch --num_processes 2 -m linearize adapt out/oal --text train.txt --out out/two
     """
+    complete_launch()
     given = {
         "steps": steps,
         "block": block,
@@ -199,17 +204,23 @@ def adapt(
     held = [Part(one) for one in validation_text or []]
     check_texts([part.path for part in (*train, *held)])
     check_folder(model)
+    if resume and not overwrite and finished(out, settings, train, held):
+        say(f"{out} is complete: nothing to resume")
+        return
     check_writable(out, overwrite)
     work = out.with_name(f"{out.name}.training")
-    main = Processes.join().main
-    if main:
+    processes = Processes.join()
+    if processes.main:
         _claim(work, resume, overwrite)
+        if tensorboard and not available():
+            note("TensorBoard is not installed: the curves go to the report only")
 
     loaded = load_model(model)
+    nn.Module.to(loaded.model, processes.device)
     sizes = {"unit": unit or settings.block, "block": settings.block}
-    tokens = read_parts(train, loaded.tokenizer, **sizes)
-    kept = read_parts(held, loaded.tokenizer, **sizes) if held else None
-    with progress("adapting") as advance:
+    with progress("adapting") as advance, _no_empty(work):
+        tokens = read_parts(train, loaded.tokenizer, **sizes)
+        kept = read_parts(held, loaded.tokenizer, **sizes) if held else None
         adaptation = adapt_model(
             loaded,
             tokens,
@@ -221,7 +232,8 @@ def adapt(
             progress=advance,
             names=([part.text for part in train], [part.text for part in held]),
         )
-    if not main:
+    processes.leave()
+    if not processes.main:
         return
     show(adaptation.report)
     with notes.status(f"saving {out}"):
@@ -300,6 +312,31 @@ def check_folder(model: str) -> None:
         )
 
 
+def finished(out: Path, settings: AdaptSettings, text: list[Part], held: list[Part]) -> bool:
+    """Whether a folder holds the result of this very run.
+
+    Raises:
+        CheckpointError: it holds the result of another run; the message names what differs.
+    """
+    path = out / ADAPTATION
+    if not path.is_file():
+        return False
+    there = _read(path)
+    wanted = settings.identity() | {
+        "text": [part.text for part in text],
+        "validation_text": [part.text for part in held],
+    }
+    for name, value in wanted.items():
+        found = there.get("settings", {}).get(name, there.get(name))
+        if found != value:
+            raise CheckpointError(
+                f"resuming {out} with {name}={value!r}",
+                f"a complete adaptation with {name}={found!r}",
+                "Choose another folder, or start again with --overwrite.",
+            )
+    return True
+
+
 def _claim(work: Path, resume: bool, overwrite: bool) -> None:
     """Make the folder of the run under way, or refuse to lose an interrupted one.
 
@@ -328,19 +365,29 @@ def _claim(work: Path, resume: bool, overwrite: bool) -> None:
         ) from error
 
 
+@contextmanager
+def _no_empty(work: Path) -> Iterator[None]:
+    """Leave no folder without a checkpoint behind when a run fails before its first."""
+    try:
+        yield
+    except LinearizeError:
+        if not (work / FILE).is_file():
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
 def _store(
     adaptation: Adaptation, model: str, out: Path, work: Path, adapter_only: bool, overwrite: bool
 ) -> None:
     """Write the adapted model, then drop the run under way."""
-    if converted_layers(adaptation.loaded.model) or lora_layers(adaptation.loaded.model):
-        save(
-            adaptation.loaded,
-            out,
-            adapter_only,
-            overwrite=overwrite,
-            report=_conversion(model),
-            accounts={ADAPTATION: adaptation.report.as_dict()},
-        )
+    save(
+        adaptation.loaded,
+        out,
+        adapter_only,
+        overwrite=overwrite,
+        report=_conversion(model),
+        accounts={ADAPTATION: adaptation.report.as_dict()},
+    )
     events = work / "tensorboard"
     if events.is_dir():
         shutil.move(events, out / "tensorboard")
@@ -355,6 +402,14 @@ def _conversion(folder: str) -> ConversionReport | None:
 def _accounts(folder: str) -> dict[str, Any]:
     """The account of the adaptation, if the folder holds one."""
     path = Path(folder) / ADAPTATION
-    return (
-        {ADAPTATION: json_module.loads(path.read_text(encoding="utf-8"))} if path.is_file() else {}
-    )
+    return {ADAPTATION: _read(path)} if path.is_file() else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}", f"{error}", "The file is damaged; adapt again with --overwrite."
+        ) from None
+    return content
