@@ -18,7 +18,7 @@ from linearize.ops.quadratic import feature_count
 from linearize.plan import Plan
 from linearize.transform import KeyTransform
 
-__all__ = ["LayerError", "LinearAttention", "Part"]
+__all__ = ["LayerError", "LinearAttention", "Part", "take_heads"]
 
 Part = Literal["both", "exact", "kernel"]
 EVERY_KEY = 2**62  # a window no sequence fills
@@ -172,6 +172,13 @@ class LinearAttention(nn.Module):
         """The output alone, on whole sequences."""
         return self(q, k, v)[0]
 
+    def served(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The heads that the kernel serves, of a whole layer's queries, keys and values."""
+        if self.heads is None:
+            return q, k, v
+        chosen = list(self.heads)
+        return take_heads(q, chosen, k.shape[1]), k[:, chosen], v[:, chosen]
+
     def map(self) -> KernelMap:
         """The kernel map as this layer presents it: transformed keys, gain applied."""
         gain: Tensor | None = self.gain
@@ -244,6 +251,11 @@ class LinearAttention(nn.Module):
 
         super()._apply(keep_precision, recurse)
         return self
+
+
+def take_heads(x: Tensor, kv_heads: Sequence[int], count: int) -> Tensor:
+    """The heads of ``x [B, H, …]`` that belong to some of ``count`` KV heads."""
+    return x.unflatten(1, (count, -1))[:, list(kv_heads)].flatten(1, 2)
 
 
 def _check_rank(kernel: type[Kernel], rank: int, shape: HeadShape) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from linearize.attention import LinearAttention
+from linearize.attention import LinearAttention, take_heads
 from linearize.errors import ModelError
 
 __all__ = ["NAME", "Call", "recording", "use_interface"]
@@ -127,22 +127,14 @@ def _linear(
     else:
         kv_heads, served = k.shape[1], list(linear.heads)
         others = [head for head in range(kv_heads) if head not in served]
-        by_head = q.unflatten(1, (kv_heads, -1))
-        output = q.new_empty(q.shape[0], q.shape[2], kv_heads, by_head.shape[2], v.shape[-1])
-        part, state = linear(
-            by_head[:, served].flatten(1, 2),
-            k[:, served],
-            v[:, served],
-            key_mask=key_mask,
-            state=state,
-        )
+        part, state = linear(*linear.served(q, k, v), key_mask=key_mask, state=state)
         kept_k, kept_v = k[:, others], v[:, others]
         if layer is not None:
             kept_k, kept_v = layer.exact.update(kept_k, kept_v)
-        kept = exact(by_head[:, others].flatten(1, 2), kept_k, kept_v)
-        output[:, :, served] = part.transpose(1, 2).unflatten(2, (len(served), -1))
-        output[:, :, others] = kept.unflatten(2, (len(others), -1)).to(output.dtype)
-        output = output.flatten(2, 3)
+        kept = exact(take_heads(q, others, kv_heads), kept_k, kept_v).transpose(1, 2)
+        order = torch.tensor([*served, *others], device=q.device).argsort()
+        both = torch.cat([part, kept.to(part.dtype)], 1).unflatten(1, (kv_heads, -1))
+        output = both[:, order].flatten(1, 2).transpose(1, 2).contiguous()
     if layer is not None:
         layer.state = state
     return output
