@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.resources
+import importlib.util
 import inspect
 import pkgutil
 import types
@@ -18,6 +19,7 @@ MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(linearize.__path__, "linearize.")
     if not info.name.endswith("__main__")
+    and (importlib.util.find_spec("triton") or not info.name.startswith("linearize.ops.triton."))
 )
 
 SURFACE = {

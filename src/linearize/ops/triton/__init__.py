@@ -1,0 +1,1 @@
+"""Triton kernels of the grouped quadratic operator. Importing this package does not import triton."""
