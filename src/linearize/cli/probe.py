@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,20 +13,25 @@ from typer import Option
 from linearize.cli.common import (
     DEFAULTS,
     JsonOption,
+    OverwriteOption,
     SeedOption,
     TextOption,
     check_texts,
     load_model,
+    note,
     progress,
     results,
     say,
     store_json,
     table,
 )
+from linearize.cli.evaluation import DEFAULT_TEXT
 from linearize.convert import converted_layers, original_attention
 from linearize.errors import PlanError
-from linearize.models import Loaded
+from linearize.output import check_writable, new_folder, write_json, write_text
 from linearize.probe import Retrieval, retrieval
+from linearize.probe.retrieval import DISTANCES, EXAMPLES, PAIRS, QUESTIONS, check_settings
+from linearize.report.retrieval_figure import retrieval_chart
 from linearize.versions import versions
 
 __all__ = ["probe", "retrieval_command"]
@@ -47,21 +53,27 @@ def retrieval_command(
     ],
     pairs: Annotated[
         str, Option("--pairs", metavar="A,B", help="Numbers of pairs in a context.")
-    ] = "4,16,64",
+    ] = ",".join(map(str, PAIRS)),
     distances: Annotated[
         str,
         Option("--distances", metavar="A,B", help="Tokens of text between pairs and questions."),
-    ] = "0,256,1024",
+    ] = ",".join(map(str, DISTANCES)),
     questions: Annotated[
         int, Option("--questions", min=1, help="Answers per context, at most one per pair.")
-    ] = 4,
-    examples: Annotated[int, Option("--examples", min=1, help="Contexts per combination.")] = 32,
+    ] = QUESTIONS,
+    examples: Annotated[
+        int, Option("--examples", min=1, help="Contexts per combination.")
+    ] = EXAMPLES,
     batch: Annotated[int, Option("--batch", min=1, help="Contexts per forward pass.")] = 8,
     text: TextOption = None,
     reference: Annotated[
         bool,
         Option("--reference/--no-reference", help="Measure softmax beside a converted model."),
     ] = True,
+    out: Annotated[
+        Path | None, Option("--out", metavar="DIR", help="Folder for the result and its chart.")
+    ] = None,
+    overwrite: OverwriteOption = False,
     seed: SeedOption = DEFAULTS.seed,
     json: JsonOption = None,
 ) -> None:
@@ -70,7 +82,9 @@ def retrieval_command(
     A context lists pairs of words, goes on with text (--text fills the distance), and names some of
     the first words again; the second words are scored. "exact" counts answers that greedy decoding
     would write, "choice" those that rank first among the second words of the context, where chance
-    is one over the number of pairs.
+    is one over the number of pairs. Every question sees the right answers to the ones before it.
+    A converted model stands beside its softmax reference, the same weights with their original
+    attention.
 
     Examples:
 
@@ -86,32 +100,43 @@ def retrieval_command(
         "batch": batch,
         "seed": seed,
     }
+    combinations = [(p, d) for p in settings["pairs"] for d in settings["distances"]]
+    check_settings(combinations, questions, examples, batch)
+    if out is not None:
+        check_writable(out, overwrite)
     source = check_texts(text)
     loaded = load_model(model)
     started = time.perf_counter()
 
-    def measure(title: str, one: Loaded) -> Retrieval:
+    def measure(title: str) -> Retrieval:
         with progress(title) as advance:
-            return retrieval(one, source, **settings, progress=advance)
+            return retrieval(loaded, source, **settings, progress=advance)
 
-    measured, softmax = measure("retrieval", loaded), None
+    measured, softmax = measure("retrieval"), None
     if reference and converted_layers(loaded.model):
         with original_attention(loaded.model):
-            softmax = measure("softmax reference", loaded)
+            softmax = measure("softmax reference")
     seconds = time.perf_counter() - started
     _show(measured, softmax)
-    say(f"{measured.examples} contexts a row, {seconds:.0f} s; ± one standard error")
-    store_json(
-        json,
-        {
-            "model": model,
-            "settings": settings,
-            "retrieval": asdict(measured),
-            "softmax": None if softmax is None else asdict(softmax),
-            "seconds": seconds,
-            "versions": versions(),
-        },
+    say(
+        f"{examples} contexts a row, {measured.words:,} words to draw from, {seconds:.0f} s; ± is one "
+        "standard error over contexts"
     )
+    result = {
+        "model": model,
+        "text": [str(path) for path in source] if source else [DEFAULT_TEXT],
+        "settings": settings,
+        "retrieval": asdict(measured),
+        "softmax": None if softmax is None else asdict(softmax),
+        "seconds": seconds,
+        "versions": versions(),
+    }
+    if out is not None:
+        with new_folder(out, overwrite) as folder:
+            write_json(folder / "retrieval.json", result)
+            write_text(folder / "retrieval.svg", retrieval_chart(measured, softmax))
+        note(f"wrote {out}/retrieval.svg")
+    store_json(json, result)
 
 
 def _show(measured: Retrieval, softmax: Retrieval | None) -> None:

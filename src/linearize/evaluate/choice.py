@@ -7,19 +7,18 @@ to the text: no BOS, no EOS.
 
 from __future__ import annotations
 
-import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearize.errors import ModelError, TextError
+from linearize.evaluate.logits import logits_from
 from linearize.evaluate.tasks import NORMALISATIONS, PER_CHARACTER, PER_TOKEN, Question, Task
 from linearize.models import Loaded
 
@@ -186,7 +185,8 @@ def continuation_likelihoods(
     for begin in range(0, len(rows), batch):
         part = rows[begin : begin + batch]
         first = min(continuations[at].start for row in part for at in waiting[row]) - 1
-        logits = _logits(model, part, first)
+        ids, mask = _padded(part)
+        logits = logits_from(model, ids, first, mask)
         for number, row in enumerate(part):
             for at in waiting[row]:
                 one = continuations[at]
@@ -214,22 +214,14 @@ def _homes(inputs: set[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[int, ...
     return home
 
 
-@torch.no_grad()
-def _logits(model: PreTrainedModel, rows: Sequence[tuple[int, ...]], first: int) -> Tensor:
-    """Logits of right-padded rows from position ``first`` on, ``[B, N - first, vocabulary]``."""
-    width = max(map(len, rows))
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
+def _padded(rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor | None]:
+    """Rows as ids ``[B, N]``, padded behind, and their mask; no mask where nothing is padded."""
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for at, row in enumerate(rows):
         ids[at, : len(row)] = torch.tensor(row)
         mask[at, : len(row)] = 1
-    given: dict[str, Any] = {} if bool(mask.all()) else {"attention_mask": mask.to(model.device)}
-    # The head is a good part of the work, and most of the positions are those of the context.
-    spares = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if spares:
-        given["logits_to_keep"] = width - first
-    logits: Tensor = model(input_ids=ids.to(model.device), use_cache=False, **given).logits
-    return logits if spares else logits[:, first:]
+    return ids, None if bool(mask.all()) else mask
 
 
 def _right(question: Question, answer: int) -> bool:

@@ -16,13 +16,23 @@ import torch
 from torch import Tensor
 
 from linearize.errors import PlanError
+from linearize.evaluate.logits import logits_from
 from linearize.models import Loaded
 from linearize.probe.retrieval_data import Contexts, make_contexts, ordinary_words
 from linearize.text import Source, default_text, tokenize
 
-__all__ = ["Retrieval", "RetrievalCell", "retrieval"]
+__all__ = [
+    "DISTANCES",
+    "EXAMPLES",
+    "PAIRS",
+    "QUESTIONS",
+    "Retrieval",
+    "RetrievalCell",
+    "check_settings",
+    "retrieval",
+]
 
-PAIRS, DISTANCES = (4, 16, 64), (0, 256, 1024)
+PAIRS, DISTANCES, QUESTIONS, EXAMPLES = (4, 16, 64), (0, 256, 1024), 8, 16
 
 
 @dataclass(frozen=True)
@@ -67,8 +77,8 @@ def retrieval(
     *,
     pairs: Sequence[int] = PAIRS,
     distances: Sequence[int] = DISTANCES,
-    questions: int = 4,
-    examples: int = 32,
+    questions: int = QUESTIONS,
+    examples: int = EXAMPLES,
     batch: int = 8,
     seed: int = 42,
     progress: Callable[[int, int, str], None] | None = None,
@@ -87,21 +97,16 @@ def retrieval(
         PlanError: no tokenizer, or a combination that is not possible; the inequality that fails is
             named. TextError: the text is shorter than a distance.
     """
-    if loaded.tokenizer is None:
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
         raise PlanError("a retrieval probe", "a model without tokenizer", "Load it with one.")
     settings = [(p, d) for p in sorted(set(pairs)) for d in sorted(set(distances))]
-    if not settings or examples < 1 or batch < 1 or min(d for _, d in settings) < 0:
-        raise PlanError(
-            f"retrieval with pairs {list(pairs)}, distances {list(distances)}, {examples} examples, "
-            f"{batch} a pass",
-            "nothing to measure",
-            "Give numbers of pairs, distances of 0 or more, and at least one example at once.",
-        )
-    words = ordinary_words(loaded.tokenizer)
-    filler = tokenize(default_text() if text is None else text, loaded.tokenizer)
-    everything = [
+    check_settings(settings, questions, examples, batch)
+    words = ordinary_words(tokenizer)
+    filler = tokenize(default_text() if text is None else text, tokenizer)
+    contexts = [
         make_contexts(
-            loaded.tokenizer,
+            tokenizer,
             words,
             filler,
             pairs=p,
@@ -109,28 +114,42 @@ def retrieval(
             questions=min(questions, p),
             examples=examples,
             seed=seed,
+            positions=getattr(loaded.model.config, "max_position_embeddings", None),
         )
         for p, d in settings
     ]
-    limit = getattr(loaded.model.config, "max_position_embeddings", None)
-    for (p, d), contexts in zip(settings, everything, strict=True):
-        length = contexts.ids.shape[1]
-        if limit is not None and length > limit:
-            raise PlanError(
-                f"{p} pairs at distance {d}",
-                f"{length} > {limit} tokens that the model has positions for",
-                "Ask for fewer pairs or a smaller distance.",
-            )
     cells: list[RetrievalCell] = []
-    for (p, d), contexts in zip(settings, everything, strict=True):
-        cells.append(_cell(loaded, contexts, p, d, batch))
+    for (p, d), drawn in zip(settings, contexts, strict=True):
+        cells.append(_cell(loaded, drawn, p, d, batch))
         if progress is not None:
             message = f"{p} pairs at {d}: {cells[-1].choice:.2f}"
             progress(len(cells), len(settings), message)
     return Retrieval(cells, questions, examples, len(words), seed)
 
 
-@torch.no_grad()
+def check_settings(
+    settings: Sequence[tuple[int, int]], questions: int, examples: int, batch: int
+) -> None:
+    """Refuse settings that measure nothing, whatever the model.
+
+    Raises:
+        PlanError: names the inequality that fails.
+    """
+    few = min((p for p, _ in settings), default=0)
+    near = min((d for _, d in settings), default=-1)
+    for value, least, what in (
+        (few, 2, "pairs in a context"),
+        (near, 0, "tokens of distance"),
+        (questions, 1, "questions in a context"),
+        (examples, 1, "contexts of each kind"),
+        (batch, 1, "contexts in a pass"),
+    ):
+        if value < least:
+            raise PlanError(
+                f"{value} {what}", f"{value} < {least}", f"Ask for {least} or more everywhere."
+            )
+
+
 def _cell(
     loaded: Loaded, contexts: Contexts, pairs: int, distance: int, batch: int
 ) -> RetrievalCell:
@@ -161,9 +180,7 @@ def _cell(
 def _answer_logits(loaded: Loaded, part: Contexts) -> Tensor:
     """Logits ``[B, Q, vocabulary]`` where the answers are asked for, on the CPU in fp32."""
     first = int(part.asked.min())
-    keep = part.ids.shape[1] - first
-    ids = part.ids.to(loaded.model.device)
-    logits = loaded.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits
+    logits = logits_from(loaded.model, part.ids, first)
     at = (part.asked - first).to(logits.device)
     return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1])).float().cpu()
 

@@ -81,6 +81,7 @@ def make_contexts(
     questions: int,
     examples: int,
     seed: int,
+    positions: int | None = None,
 ) -> Contexts:
     """Draw contexts of equal length; the same arguments give the same contexts.
 
@@ -89,11 +90,19 @@ def make_contexts(
         filler: tokens ``[n]`` of ordinary text, of which a random piece lies between.
         pairs: pairs in a context. distance: tokens of ordinary text after them.
         questions: how many of the pairs are asked for. examples: contexts.
+        positions: how many tokens a context may have.
 
     Raises:
-        PlanError: pairs need more words than there are, or there are more questions than pairs.
+        PlanError: pairs need more words than there are, there are more questions than pairs, or a
+            context does not fit; the inequality that fails is named.
         TextError: the filler is shorter than the distance.
     """
+    opening, again, before, between, after = (
+        tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in (OPENING, AGAIN, BEFORE, BETWEEN, AFTER)
+    )
+    line = len(before) + len(between) + len(after) + 2
+    length = len(opening) + distance + len(again) + line * (pairs + questions)
     if 2 * pairs > len(words):
         raise PlanError(
             f"{pairs} pairs of words",
@@ -112,10 +121,13 @@ def make_contexts(
             f"{distance} > {len(filler)} tokens of text to fill it",
             "Give a longer text or a smaller distance.",
         )
-    opening, again, before, between, after = (
-        tokenizer(part, add_special_tokens=False)["input_ids"]
-        for part in (OPENING, AGAIN, BEFORE, BETWEEN, AFTER)
-    )
+    if positions is not None and length > positions:
+        raise PlanError(
+            f"{pairs} pairs and {questions} questions at a distance of {distance} tokens",
+            f"{len(opening) + len(again)} + {line} · ({pairs} + {questions}) + {distance} = {length} "
+            f"tokens > {positions} positions of the model",
+            "Ask for fewer pairs or a smaller distance.",
+        )
     draw = random.Random(f"{seed} {pairs} {distance} {questions}")
     ids, asked, values, gold, gaps = [], [], [], [], []
     for _ in range(examples):
