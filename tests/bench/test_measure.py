@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from linearize.bench.measure import Timing, crossover, interleave, matmul_ceiling, peak_memory
-from linearize.bench.operator import _layer, arithmetic
+from linearize.bench.paths import arithmetic, layer_of
 from linearize.kernels import HeadShape
 from linearize.plan import Plan
 
@@ -93,9 +93,9 @@ def test_the_ceiling_is_a_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_arithmetic_is_that_of_the_method() -> None:
     """At the shape of the bundled model: the 3.4 MFLOP a token that 2,145 features cost."""
     shape = HeadShape(9, 3, 64, 64, 0.125)
-    oal = _layer("oal", shape, Plan(), 5, CPU)
+    oal = layer_of("oal", shape, Plan(), 5, CPU)
     assert arithmetic(oal, shape, 10) == 10 * 2 * (9 + 3) * 2145 * 65
-    compact = _layer("oal", shape, Plan(window=64, sinks=4, state_rank=8), 5, CPU)
+    compact = layer_of("oal", shape, Plan(window=64, sinks=4, state_rank=8), 5, CPU)
     exact = 68 * 2 * 9 * (64 + 64)
     assert arithmetic(compact, shape, 1000) == 1000 * (2 * (9 + 3) * 45 * 65 + exact)
     assert arithmetic(None, shape, 1000) == 9 * 2 * (64 + 64) * 1000 * 1001 / 2

@@ -8,8 +8,8 @@ import torch
 
 from linearize import kernels
 from linearize.bench import OperatorBench, OperatorRow, operator_benchmark
-from linearize.bench.operator import _layer
 from linearize.bench.oracle import deviation, expected, in_double
+from linearize.bench.paths import AttentionPath, layer_of, paths_of
 from linearize.errors import PlanError
 from linearize.kernels import HeadShape, base
 from linearize.kernels.oal import OAL
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linearize.bench.measure.CEILING_SIZE", 32)
-    monkeypatch.setattr("linearize.bench.operator.CHECKED", 40)
+    monkeypatch.setattr("linearize.bench.paths.CHECKED", 40)
 
 
 def bench(**changes: Any) -> OperatorBench:
@@ -36,7 +36,7 @@ def rows_of(result: OperatorBench, path: str) -> list[OperatorRow]:
 
 
 class Wrong(OAL):
-    """Its state is read with features a tenth too large where a chunk has ended."""
+    """Its query features are not those of its weights."""
 
     name = "wrong"
     title = "Wrong"
@@ -115,7 +115,7 @@ def test_a_compact_hybrid_is_measured_where_kernels_have_one() -> None:
 
 def test_a_wrong_path_gets_its_error_instead_of_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(base._discover(), "wrong", Wrong)
-    monkeypatch.setattr("linearize.bench.operator.CHECKED", 200)  # beyond a first chunk
+    monkeypatch.setattr("linearize.bench.paths.CHECKED", 200)  # beyond a first chunk
     result = bench(kernels=["oal", "wrong"])
     for row in rows_of(result, "wrong"):
         assert row.status == "differs"
@@ -127,9 +127,23 @@ def test_a_wrong_path_gets_its_error_instead_of_a_time(monkeypatch: pytest.Monke
 
 
 def test_a_path_wrong_only_at_full_length_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(base._discover(), "wrong", Wrong)  # right while all is in one chunk
-    result = bench(kernels=["wrong"], lengths=[30, 1000])
-    assert [row.status for row in rows_of(result, "wrong")] == ["ok", "differs"]
+    def wrong_from_100(*arguments: Any) -> list[AttentionPath]:
+        paths = paths_of(*arguments)
+        (oal,) = (path for path in paths if path.name == "oal")
+        right = oal.run
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            output = right(q, k, v).clone()
+            output[:, :, 100:] *= 1.1
+            return output
+
+        oal.run = run
+        return paths
+
+    monkeypatch.setattr("linearize.bench.operator.paths_of", wrong_from_100)
+    result = bench(lengths=[30, 300])
+    assert [row.status for row in rows_of(result, "oal")] == ["ok", "differs"]
+    assert [row.status for row in rows_of(result, "global")] == ["ok", "ok"]
 
 
 def test_nan_is_a_difference() -> None:
@@ -174,7 +188,7 @@ def test_the_oracle_is_the_definition_whatever_its_blocks(
 ) -> None:
     monkeypatch.setattr("linearize.bench.oracle.KEYS", 7)
     plan = Plan(sinks=exact[0], window=exact[1])
-    layer = in_double(_layer(name, SHAPE, plan, 3, CPU))
+    layer = in_double(layer_of(name, SHAPE, plan, 3, CPU))
     q, k, v = (torch.randn(1, heads, 30, 8, dtype=torch.float64) for heads in (6, 2, 2))
     wanted = pairwise.attend(
         layer.map(), q, k, v, scale=SHAPE.scale, sinks=layer.sinks, window=layer.window

@@ -14,7 +14,7 @@ SMALL = ("--heads", 6, "--kv-heads", 2, "--dim", 8, "--lengths", "20,60", "--rep
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("linearize.bench.measure.CEILING_SIZE", 32)
-    monkeypatch.setattr("linearize.bench.operator.CHECKED", 40)
+    monkeypatch.setattr("linearize.bench.paths.CHECKED", 40)
 
 
 def charts(folder: Path) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from linearize.bench.decode import DecodeBench, DecodePoint, decode_benchmark
 from linearize.bench.model import ModelBench, ModelPoint, model_benchmark
 from linearize.bench.operator import (
-    DTYPES,
     Crossover,
     OperatorBench,
     OperatorRow,
@@ -12,7 +11,6 @@ from linearize.bench.operator import (
 from linearize.bench.target import Target, prepare
 
 __all__ = [
-    "DTYPES",
     "Crossover",
     "DecodeBench",
     "DecodePoint",

@@ -5,17 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from linearize import kernels as catalogue
-from linearize.attention import LinearAttention
 from linearize.bench.measure import (
     Progress,
     Timing,
@@ -28,20 +25,24 @@ from linearize.bench.measure import (
     peak_memory,
     silent,
 )
-from linearize.bench.oracle import BOUNDS, deviation, expected, in_double
+from linearize.bench.oracle import BOUNDS, deviation, expected
+from linearize.bench.paths import (
+    CHECKED,
+    DTYPES,
+    AttentionPath,
+    arithmetic,
+    check_small,
+    paths_of,
+    random_inputs,
+    short,
+)
 from linearize.errors import LinearizeError, PlanError
 from linearize.kernels import HeadShape
 from linearize.plan import Plan
 
-__all__ = ["DTYPES", "Crossover", "OperatorBench", "OperatorRow", "operator_benchmark"]
+__all__ = ["Crossover", "OperatorBench", "OperatorRow", "operator_benchmark"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CHECKED = 200  # tokens of the check of every output and gradient; no multiple of a chunk
 ROWS = 16  # query rows checked at the full length
-GRADIENT_SLACK = 4  # gradients divide twice by the denominator
-
-SDPA = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
-ON_CUDA = {"efficient": SDPBackend.EFFICIENT_ATTENTION}
 
 
 @dataclass(frozen=True)
@@ -116,29 +117,6 @@ class OperatorBench:
     seconds: float
 
 
-@dataclass
-class _Path:
-    """A way to compute attention, and what is known of it so far."""
-
-    name: str
-    title: str
-    layer: LinearAttention | None  # None: SDPA
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
-    oracle: LinearAttention
-    quadratic: bool
-    score_bytes: int  # bytes for every pair of query and key of a head
-    known: dict[str, tuple[int, float]] = field(default_factory=dict)  # name -> tokens, value
-    error: float = math.nan
-    gradient_error: float | None = None
-    refusal: tuple[str, str] | None = None  # status, reason
-
-    def predicted(self, what: str, tokens: int, power: int) -> float:
-        if what not in self.known:
-            return 0.0
-        before, value = self.known[what]
-        return float(value * (tokens / before) ** power)
-
-
 def operator_benchmark(
     shape: HeadShape,
     *,
@@ -192,13 +170,13 @@ def operator_benchmark(
     generator = torch.Generator().manual_seed(plan.seed)
     for dtype in dtypes:
         ceilings[dtype] = matmul_ceiling(DTYPES[dtype], place)
-        paths = _paths(shape, names, plan, groups, place, backend)
+        paths = paths_of(shape, names, plan, groups, place, backend)
         total = len(dtypes) * len(lengths) * len(paths)
         of_dtype: list[OperatorRow] = []
         for path in paths:
-            _check_small(path, shape, DTYPES[dtype], place, backward)
+            check_small(path, shape, DTYPES[dtype], place, backward)
         for tokens in lengths:
-            q, k, v = _inputs(shape, tokens, DTYPES[dtype], place, generator)
+            q, k, v = random_inputs(shape, tokens, DTYPES[dtype], place, generator)
             run = _Run(tokens, dtype, q, k, v, repeats, budget, limit, backward, ceilings[dtype])
 
             advance = partial(_tell, progress, run, len(rows + of_dtype), total)
@@ -229,25 +207,6 @@ def operator_benchmark(
     return OperatorBench(settings, described, ceilings, rows, crossovers, seconds)
 
 
-def arithmetic(layer: LinearAttention | None, shape: HeadShape, tokens: int) -> float:
-    """Floating-point operations a method cannot do without, for one causal pass.
-
-    Softmax: both products over the causal pairs. A kernel: reading its state once per query head and
-    adding to it once per state head, ``2 F (dv + 1)`` each, and both products over its exact keys.
-    Forming features and the pairs inside a chunk are an implementation's own and do not count, so
-    that one number is comparable between implementations.
-    """
-    pairs = 2 * shape.query_heads * (shape.head_dim + shape.value_dim)
-    if layer is None or layer.kernel.exact:
-        return pairs * tokens * (tokens + 1) / 2
-    device = next((x.device for x in (*layer.parameters(), *layer.buffers())), None)
-    key = torch.ones(1, shape.kv_heads, 1, shape.head_dim, device=device)
-    features = layer.map().key_features(key.to(layer.kernel.dtype)).values.shape  # [1, Hs, 1, F]
-    reads = 2 * (shape.query_heads + features[1]) * features[3] * (shape.value_dim + 1)
-    exact = min(layer.window + layer.sinks, tokens)
-    return tokens * (reads + pairs * exact)
-
-
 def _tell(progress: Progress, run: _Run, before: int, total: int, done: int, path: str) -> None:
     progress(before + done, total, f"{run.dtype} {run.tokens:,} tokens: {path}")
 
@@ -267,7 +226,9 @@ class _Run:
     backward: bool
     ceiling: float
 
-    def measure(self, paths: list[_Path], advance: Callable[[int, str], None]) -> list[OperatorRow]:
+    def measure(
+        self, paths: list[AttentionPath], advance: Callable[[int, str], None]
+    ) -> list[OperatorRow]:
         found: dict[str, dict[str, Any]] = {}
         for done, path in enumerate(paths, 1):
             found[path.name] = self._warm(path)
@@ -308,7 +269,7 @@ class _Run:
             for path in paths
         ]
 
-    def _warm(self, path: _Path) -> dict[str, Any]:
+    def _warm(self, path: AttentionPath) -> dict[str, Any]:
         """The first call: measures memory, and compares rows with the definition."""
         if path.refusal is not None:
             status, why = path.refusal
@@ -326,7 +287,7 @@ class _Run:
             with torch.no_grad():
                 output, peak = peak_memory(lambda: path.run(self.q, self.k, self.v), self.q.device)
         except (RuntimeError, LinearizeError) as failure:
-            return {"status": "skipped", "reason": f"cannot run: {_short(failure)}"}
+            return {"status": "skipped", "reason": f"cannot run: {short(failure)}"}
         beyond = peak - output.nbytes
         path.known["peak_bytes"] = self.tokens, beyond
         off = max(path.error, self._sample_error(path, output))
@@ -349,7 +310,7 @@ class _Run:
                 found["reason"] = f"no backward: {reason}"
         return found
 
-    def _step_memory(self, path: _Path) -> int:
+    def _step_memory(self, path: AttentionPath) -> int:
         results: list[Tensor] = []
 
         def step() -> None:
@@ -363,7 +324,7 @@ class _Run:
         self._forget_gradients(path)
         return beyond
 
-    def _too_much(self, path: _Path, time_of: str, memory_of: str) -> str | None:
+    def _too_much(self, path: AttentionPath, time_of: str, memory_of: str) -> str | None:
         """Why a path is not even tried: what shorter lengths or its score matrix predict."""
         pairs = path.score_bytes * path.oracle.shape.query_heads * self.tokens**2
         grows = 2 if path.score_bytes else 1
@@ -375,7 +336,7 @@ class _Run:
             return f"would take {seconds:.3g} s a call; the budget is {self.budget:.3g} s"
         return None
 
-    def _sample_error(self, path: _Path, output: Tensor) -> float:
+    def _sample_error(self, path: AttentionPath, output: Tensor) -> float:
         generator = torch.Generator().manual_seed(self.tokens)
         at = torch.randperm(self.tokens, generator=generator)[:ROWS]
         at[0] = self.tokens - 1
@@ -384,7 +345,7 @@ class _Run:
             wanted = expected(path.oracle, self.q[:, :, at], self.k, self.v, at)
         return deviation(output[:, :, at], wanted)
 
-    def _forward(self, path: _Path) -> Callable[[], dict[str, list[float]]]:
+    def _forward(self, path: AttentionPath) -> Callable[[], dict[str, list[float]]]:
         def call() -> dict[str, list[float]]:
             with torch.no_grad():
                 started = clock(self.q.device)
@@ -393,7 +354,7 @@ class _Run:
 
         return call
 
-    def _step(self, path: _Path) -> Callable[[], dict[str, list[float]]]:
+    def _step(self, path: AttentionPath) -> Callable[[], dict[str, list[float]]]:
         def call() -> dict[str, list[float]]:
             started = clock(self.q.device)
             output, _ = self._with_gradients(path)
@@ -408,13 +369,13 @@ class _Run:
 
         return call
 
-    def _with_gradients(self, path: _Path) -> tuple[Tensor, list[Tensor]]:
+    def _with_gradients(self, path: AttentionPath) -> tuple[Tensor, list[Tensor]]:
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         q, k, v = leaves
         parameters = [] if path.layer is None else list(path.layer.parameters())
         return path.run(q, k, v), leaves + parameters
 
-    def _forget_gradients(self, path: _Path) -> None:
+    def _forget_gradients(self, path: AttentionPath) -> None:
         if path.layer is not None:
             path.layer.zero_grad(set_to_none=True)
 
@@ -431,123 +392,6 @@ def _chosen(kernels: Sequence[str] | None, plan: Plan) -> list[str]:
     for name in kernels:
         catalogue.get(name)
     return list(kernels)
-
-
-def _paths(
-    shape: HeadShape, names: list[str], plan: Plan, groups: int, device: torch.device, backend: str
-) -> list[_Path]:
-    softmax = in_double(_layer("softmax", shape, Plan(), groups, device))
-    backends = SDPA | (ON_CUDA if device.type == "cuda" else {})
-    paths = [
-        _Path(
-            f"sdpa-{name}",
-            f"softmax, SDPA {name}",
-            None,
-            _sdpa(chosen),
-            softmax,
-            quadratic=True,
-            score_bytes=12 if name == "math" else 0,  # logits, weights and a copy in fp32
-        )
-        for name, chosen in backends.items()
-    ]
-    for name in names:
-        layer = _layer(name, shape, plan, groups, device)
-        title = catalogue.get(name).title + (f", G = {groups}" if name == "oal" else "")
-        paths.append(
-            _Path(
-                name,
-                title,
-                layer,
-                _kernel(layer, backend),
-                in_double(layer),
-                quadratic=layer.kernel.exact,
-                score_bytes=0,
-            )
-        )
-    return paths
-
-
-def _layer(
-    name: str, shape: HeadShape, plan: Plan, groups: int, device: torch.device
-) -> LinearAttention:
-    options = {"groups": groups} if name == "oal" else {}
-    chosen = plan.model_copy(update={"kernel": name, "options": options})
-    layer: LinearAttention = LinearAttention.from_plan(chosen, shape, 0).to(device)
-    return layer
-
-
-def _sdpa(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-            )
-
-    return run
-
-
-def _kernel(layer: LinearAttention, backend: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return lambda q, k, v: layer(q, k, v, backend=backend)[0]
-
-
-def _inputs(
-    shape: HeadShape,
-    tokens: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = (
-        (1, shape.query_heads, tokens, shape.head_dim),
-        (1, shape.kv_heads, tokens, shape.head_dim),
-        (1, shape.kv_heads, tokens, shape.value_dim),
-    )
-    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
-    return q, k, v
-
-
-def _check_small(
-    path: _Path, shape: HeadShape, dtype: torch.dtype, device: torch.device, backward: bool
-) -> None:
-    """Compare every output row, and the gradients, with the definition; note a refusal."""
-    path.known.clear()
-    path.refusal = None
-    path.error, path.gradient_error = math.nan, None
-    generator = torch.Generator().manual_seed(0)
-    leaves = [x.requires_grad_() for x in _inputs(shape, CHECKED, dtype, device, generator)]
-    doubles = [x.detach().double().requires_grad_() for x in leaves]
-    at = torch.arange(CHECKED, device=device)
-    with torch.set_grad_enabled(backward):
-        wanted = expected(path.oracle, doubles[0], doubles[1], doubles[2], at)
-        try:
-            with torch.no_grad():
-                actual = path.run(leaves[0], leaves[1], leaves[2])
-            path.error = deviation(actual, wanted)
-            if backward:
-                direction = torch.randn(actual.shape, generator=generator).to(device, dtype)
-                path.run(leaves[0], leaves[1], leaves[2]).backward(direction)
-                wanted.backward(direction.double())
-                path.gradient_error = max(
-                    deviation(_gradient(x), _gradient(y))
-                    for x, y in zip(leaves, doubles, strict=True)
-                )
-        except (RuntimeError, LinearizeError) as error:
-            path.refusal = "skipped", f"cannot run: {_short(error)}"
-            return
-        finally:
-            for layer in (path.layer, path.oracle):
-                if layer is not None:
-                    layer.zero_grad(set_to_none=True)
-    bound = BOUNDS[dtype]
-    if path.error > bound:
-        path.refusal = "differs", f"output off by {path.error:.2g} of its size"
-    elif path.gradient_error is not None and path.gradient_error > GRADIENT_SLACK * bound:
-        path.refusal = "differs", f"gradients off by {path.gradient_error:.2g} of their size"
-
-
-def _gradient(x: Tensor) -> Tensor:
-    assert x.grad is not None
-    return x.grad
 
 
 def _fastest_softmax(rows: list[OperatorRow]) -> dict[int, float]:
@@ -590,7 +434,3 @@ def _crossovers(rows: list[OperatorRow], fastest: dict[int, float], dtype: str) 
         inside = at if 0 < at < math.inf else None
         found.append(Crossover(path, dtype, inside, first, last, note))
     return found
-
-
-def _short(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
