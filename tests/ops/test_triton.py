@@ -17,17 +17,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 with mock.patch.dict(os.environ, {} if DEVICE == "cuda" else {"TRITON_INTERPRET": "1"}):
     from linearize.ops.triton import sums  # read when the kernels are defined
 
-SMALL = {
-    "ROWS": 16,
-    "KEYS": 16,
-    "FEATURES": 16,
-}  # the smallest tiles, so that small sizes have many
-
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in SMALL.items():
-        monkeypatch.setattr(sums, name, size)
+    """The smallest tiles, so that small sizes have many."""
+    monkeypatch.setattr(sums, "BLOCKS", (16,))
 
 
 class Inputs(NamedTuple):

@@ -28,7 +28,7 @@ from linearize.ops.triton.forward import output_kernel, sum_kernel
 __all__ = ["Numbers", "decode_sums", "grouped_sums"]
 
 CHUNK = 256  # tokens between two states
-ROWS, KEYS, FEATURES = 64, 64, 64  # of a tile
+BLOCKS = (64, 32, 16)  # rows, keys and features of a tile; the largest that fits
 PRECISION = {"highest": "ieee", "high": "tf32x3", "medium": "tf32"}  # as torch is told
 TILE = 16  # what a matrix product takes at least
 
@@ -102,7 +102,7 @@ def decode_sums(
     """
     q, k, u, state = (x.contiguous() for x in (q, k, u, state))
     call = _Call(q[:, None], k[:, None], u[:, None], numbers, 1)
-    blocks = triton.cdiv(call.features, FEATURES)
+    blocks = triton.cdiv(call.features, call.block)
     parts = q.new_empty(blocks, call.heads, call.channels, dtype=torch.float32)
     after = torch.empty_like(state)
     decode_kernel[(blocks, call.states)](
@@ -126,7 +126,7 @@ def decode_sums(
         dim=call.dim,
         wide=call.wide,
         heads=_tile(call.r),
-        block_features=FEATURES,
+        block_features=call.block,
         width=call.width,
         tail=call.tail,
         precision=call.precision,
@@ -186,6 +186,7 @@ class _Call:
         self.features = len(self.left)
         self.wide = _tile(self.dim)
         self.width, self.tail = _split(self.channels)
+        self.block = _block(max(self.wide, self.width), q.device)
         self.precision = PRECISION[torch.get_float32_matmul_precision()]
 
     def states_before(self, state: Tensor | None) -> Tensor:
@@ -236,7 +237,7 @@ class _Call:
             self.states, self.chunks + 1, self.features, self.channels, dtype=torch.float32
         )
         out[:, 0] = 0 if first is None else first
-        sum_kernel[(triton.cdiv(self.features, FEATURES), self.chunks, self.states)](
+        sum_kernel[(triton.cdiv(self.features, self.block), self.chunks, self.states)](
             x,
             w,
             coefficients,
@@ -251,8 +252,8 @@ class _Call:
             out.stride(0),
             out.stride(1),
             weighted=coefficients is not None,
-            block_rows=ROWS,
-            block_features=FEATURES,
+            block_rows=self.block,
+            block_features=self.block,
             **self._shape,
         )
         return out
@@ -260,7 +261,7 @@ class _Call:
     def _outputs(
         self, x: Tensor, r: int, states: Tensor, y: Tensor, has_state: bool, *, pairs: bool
     ) -> None:
-        numbers, tiles = self.numbers, self._tiles(r, ROWS)
+        numbers, tiles = self.numbers, self._tiles(r)
         output_kernel[(self.chunks * tiles, self.states)](
             x,
             self.k,
@@ -287,9 +288,9 @@ class _Call:
             wide=self.wide,
             weighted=pairs,
             pairs=pairs,
-            block_rows=ROWS,
-            block_keys=KEYS,
-            block_features=FEATURES,
+            block_rows=self.block,
+            block_keys=self.block,
+            block_features=self.block,
             **self._shape,
         )
 
@@ -302,7 +303,7 @@ class _Call:
         states: Tensor,
         grad: Tensor,
     ) -> None:
-        tiles = self._tiles(r, ROWS)
+        tiles = self._tiles(r)
         feature_kernel[(self.chunks * tiles, self.states)](
             x,
             w,
@@ -321,14 +322,14 @@ class _Call:
             states.stride(1),
             wide=self.wide,
             weighted=coefficients is not None,
-            block_rows=ROWS,
-            block_features=FEATURES,
+            block_rows=self.block,
+            block_features=self.block,
             **self._shape,
         )
 
     def _coefficients(self, grad_y: Tensor, states: Tensor) -> Tensor:
         parts = grad_y.new_empty(self.states, self.chunks, self.r, self.features)
-        coefficient_kernel[(triton.cdiv(self.features, FEATURES), self.chunks, self.states)](
+        coefficient_kernel[(triton.cdiv(self.features, self.block), self.chunks, self.states)](
             self.q,
             grad_y,
             states,
@@ -344,14 +345,14 @@ class _Call:
             states.stride(0),
             states.stride(1),
             heads=_tile(self.r),
-            block_rows=ROWS,
-            block_features=FEATURES,
+            block_rows=self.block,
+            block_features=self.block,
             **self._shape,
         )
         return parts.sum(1).flatten(0, 1)
 
     def _pairs_by_row(self, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        numbers, tiles = self.numbers, self._tiles(self.r, ROWS)
+        numbers, tiles = self.numbers, self._tiles(self.r)
         grid = (self.chunks * tiles, self.states)
         components = numbers.offset.shape[1]
         grad_q = torch.empty_like(self.q, dtype=torch.float32)
@@ -376,14 +377,14 @@ class _Call:
             components,
             wide=self.wide,
             heads=_tile(self.r),
-            block_rows=ROWS,
-            block_keys=KEYS,
+            block_rows=self.block,
+            block_keys=self.block,
             **self._shape,
         )
         return grad_q, slopes.sum(1).flatten(0, 1), offsets.sum(1).flatten(0, 1)
 
     def _pairs_by_key(self, grad_y: Tensor, grad_u: Tensor) -> Tensor:
-        numbers, tiles = self.numbers, self._tiles(1, KEYS)
+        numbers, tiles = self.numbers, self._tiles(1)
         grad_k = torch.empty_like(self.k, dtype=torch.float32)
         pair_key_kernel[(self.chunks * tiles, self.states)](
             self.q,
@@ -403,14 +404,15 @@ class _Call:
             numbers.offset.shape[1],
             numbers.eps,
             wide=self.wide,
-            block_rows=ROWS,
-            block_keys=KEYS,
+            block_rows=self.block,
+            block_keys=self.block,
             **self._shape,
         )
         return grad_k
 
-    def _tiles(self, r: int, size: int) -> int:
-        return int(triton.cdiv(self.chunk * r, size))
+    def _tiles(self, r: int) -> int:
+        """Tiles that the rows of a chunk take."""
+        return int(triton.cdiv(self.chunk * r, self.block))
 
     @property
     def _shape(self) -> dict[str, Any]:
@@ -435,6 +437,19 @@ def _split(channels: int) -> tuple[int, bool]:
     whole = _tile(channels)
     half = whole // 2
     return (half, True) if half >= TILE and channels - half <= TILE else (whole, False)
+
+
+def _block(width: int, device: torch.device) -> int:
+    """The largest tile whose kernels fit into a block's shared memory for vectors of this width.
+
+    They take at most ``4 block (6 block + 4 width)`` bytes, as the compiler says for widths 64 and 128.
+    """
+    if device.type != "cuda":
+        return BLOCKS[-1]
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks this one
+    held = properties.shared_memory_per_block_optin
+    fit = [block for block in BLOCKS if 4 * block * (6 * block + 4 * width) <= held]
+    return fit[0] if fit else BLOCKS[-1]
 
 
 def _tile(size: int) -> int:
