@@ -14,6 +14,7 @@ from linearize.errors import PlanError
 from linearize.fitting import Activations, Calibration, FitResult, softmax_outputs
 from linearize.kernels import HeadShape, Kernel
 from linearize.ops import Features, KernelMap, State, Weights, kernel_attention
+from linearize.ops.features import Grouped, grouped_form
 from linearize.ops.quadratic import feature_count
 from linearize.plan import Plan
 from linearize.transform import KeyTransform
@@ -149,6 +150,7 @@ class LinearAttention(nn.Module):
         key_mask: Tensor | None = None,
         state: State | None = None,
         backend: str = "auto",
+        return_state: bool = True,
     ) -> tuple[Tensor, State | None]:
         """``q [B, Hq, N, d]``, new keys and values ``[B, Hkv, N, ·]`` -> output and next state.
 
@@ -166,11 +168,12 @@ class LinearAttention(nn.Module):
                 key_mask=key_mask,
                 state=state,
                 backend=backend,
+                return_state=return_state,
             )
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The output alone, on whole sequences."""
-        return self(q, k, v)[0]
+        return self(q, k, v, return_state=False)[0]
 
     def served(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The heads that the kernel serves, of a whole layer's queries, keys and values."""
@@ -292,6 +295,10 @@ class _View:
     def weights(self, q: Tensor, k: Tensor) -> Weights:
         values, query_log, key_log = self._kernel.weights(q, self._see(k))
         return Weights(values, self._with_gain(query_log, q), key_log)
+
+    def grouped(self, q: Tensor, k: Tensor) -> Grouped | None:
+        form = grouped_form(self._kernel, q, self._see(k))
+        return form and form._replace(query_log=self._with_gain(form.query_log, q))
 
     def _see(self, k: Tensor) -> Tensor:
         return k if self._keys is None else self._keys.coordinates(k)

@@ -121,13 +121,14 @@ def _linear(
     key_mask = None if mask is None else _key_mask(mask, q.shape[2])[:, -q.shape[2] :]
     layer, linear.cache_layer = linear.cache_layer, None
     state = None if layer is None else layer.state
+    given: dict[str, Any] = dict(key_mask=key_mask, state=state, return_state=layer is not None)
     if linear.heads is None:
-        output, state = linear(q, k, v, key_mask=key_mask, state=state)
+        output, state = linear(q, k, v, **given)
         output = output.transpose(1, 2).contiguous()
     else:
         kv_heads, served = k.shape[1], list(linear.heads)
         others = [head for head in range(kv_heads) if head not in served]
-        part, state = linear(*linear.served(q, k, v), key_mask=key_mask, state=state)
+        part, state = linear(*linear.served(q, k, v), **given)
         kept_k, kept_v = k[:, others], v[:, others]
         if layer is not None:
             kept_k, kept_v = layer.exact.update(kept_k, kept_v)

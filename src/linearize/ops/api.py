@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ def kernel_attention(
     key_mask: Tensor | None = None,
     state: State | None = None,
     backend: str = "auto",
+    return_state: bool = True,
 ) -> tuple[Tensor, State | None]:
     """Causal normalised attention with any kernel map, optional exact sinks and window.
 
@@ -61,10 +62,11 @@ def kernel_attention(
         key_mask: ``[B, N]``, true for real tokens.
         state: the state to continue from.
         backend: ``"pairwise"``, ``"chunked"``, ``"recurrent"`` or ``"auto"``.
+        return_state: whether the state after the last token is wanted; without it less is computed.
 
     Returns:
-        ``[B, Hq, N, dv]`` in ``v``'s dtype, and the state after the last token (``None`` from the
-        pairwise definition, which keeps none).
+        ``[B, Hq, N, dv]`` in ``v``'s dtype, and the state after the last token (``None`` if it is not
+        wanted, and from the pairwise definition, which keeps none).
 
     Raises:
         LinearizeError: shapes do not fit together. BackendError: the backend is unknown or cannot
@@ -84,10 +86,13 @@ def kernel_attention(
             kernel, q, k, v, scale=scale, sinks=sinks, window=window, key_mask=key_mask
         )
         return output.to(v.dtype), None
-    engine = recurrent.attend if name == "recurrent" else chunked.attend
-    return engine(
-        kernel, q, k, v, scale=scale, sinks=sinks, window=window, key_mask=key_mask, state=state
+    call: dict[str, Any] = dict(
+        scale=scale, sinks=sinks, window=window, key_mask=key_mask, state=state
     )
+    if name == "recurrent":
+        output, after = recurrent.attend(kernel, q, k, v, **call)
+        return output, after if return_state else None
+    return chunked.attend(kernel, q, k, v, **call, return_state=return_state)
 
 
 @overload
@@ -223,7 +228,15 @@ def _run(
     backend: str,
 ) -> Tensor | tuple[Tensor, State]:
     output, after = kernel_attention(
-        kernel, q, k, v, scale=scale, key_mask=key_mask, state=state, backend=backend
+        kernel,
+        q,
+        k,
+        v,
+        scale=scale,
+        key_mask=key_mask,
+        state=state,
+        backend=backend,
+        return_state=return_state,
     )
     if not return_state:
         return output

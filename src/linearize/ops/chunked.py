@@ -1,34 +1,42 @@
 """Linear-time attention in plain PyTorch: a state between chunks, pairwise weights inside them.
 
-With a window of W keys the kernel lags behind: while a chunk of n queries is read, the n oldest of
-the W + n local keys leave the window. They are met pair by pair by the queries they have already
-left, and join the state after the chunk. Without a window the leaving keys are the chunk itself.
+With a window of W keys the kernel lags behind: query i meets the keys up to i - W through the kernel
+and the later ones exactly. Its kernel sums are those of a causal kernel over keys shifted by W.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from linearize.ops.features import KernelMap
-from linearize.ops.partial import (
-    Partial,
-    exact_partial,
-    local_partial,
-    merge,
-    state_partial,
-    with_ones,
-)
+from linearize.ops.band import band_partial
+from linearize.ops.features import KernelMap, grouped_form
+from linearize.ops.partial import Partial, merge, only_where, state_partial, with_ones
 from linearize.ops.state import State
+from linearize.ops.sums import WIDE, Sums, absorb, of_features, of_groups
 
-__all__ = ["absorb", "attend", "only_where", "remember_sinks", "sink_mask"]
+__all__ = ["attend"]
 
-CHUNK = 128
-SEGMENT = 8  # chunks between two saved states when gradients are needed
+CHUNK = 128  # of a kernel in grouped form
+SEGMENT = 16  # chunks worked on together
+PAIRS = 96  # times d / (G + 1): tokens up to which grouped weights cost less than states
+FEATURES = 64  # chunk of a kernel with explicit features
+BYTES = 2**24  # of query features that exist at once, unless a single chunk has more
+
+
+class _Settings(NamedTuple):
+    """How a call is cut, and what is exact in it."""
+
+    scale: float
+    sinks: int
+    window: int
+    chunk: int
+    grouped: bool
 
 
 def attend(
@@ -42,36 +50,61 @@ def attend(
     window: int = 0,
     key_mask: Tensor | None = None,
     state: State | None = None,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, State]:
+    chunk: int | None = None,
+    return_state: bool = True,
+) -> tuple[Tensor, State | None]:
     """Causal attention from ``state``, in time linear in N; see :func:`linearize.ops.pairwise.attend`.
 
-    Memory beyond inputs and outputs does not depend on N without gradients; with gradients one
-    state is kept for every ``SEGMENT`` chunks and the rest is recomputed.
+    Memory beyond inputs and outputs does not depend on N without gradients; with gradients what is
+    kept is of the size of the inputs, and a state for every segment; the rest is computed again.
+
+    Args:
+        chunk: tokens between two states; by default what costs least.
+        return_state: whether the state after the last token is wanted.
 
     Returns:
-        the output ``[B, Hq, N, dv]`` in ``v``'s dtype and the state after the last token.
+        the output ``[B, Hq, N, dv]`` in ``v``'s dtype and the state after the last token (``None``
+        unless wanted).
     """
+    fresh = state is None
     if state is None:
         state = State.empty(kernel, q, k, v, sinks)
+    tokens = q.shape[2]
     if key_mask is None:
-        key_mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-    settings: dict[str, Any] = dict(scale=scale, sinks=sinks, window=window)
-    needs_gradient = torch.is_grad_enabled()
-    if not needs_gradient:
-        whole = v.new_empty(*q.shape[:3], v.shape[-1])  # no second copy of the output at the end
-        for start in range(0, q.shape[2], chunk):
-            part = slice(start, start + chunk)
-            inputs = (q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state)
-            whole[:, :, part], state = _chunk(kernel, *inputs, **settings)
-        return whole, state
+        key_mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
+    form = grouped_form(kernel, q[:, :, :1].to(kernel.dtype), k[:, :, :1].to(kernel.dtype))
+    if form is not None:
+        if chunk is None:
+            pairs = PAIRS * form.key.shape[-1] // form.factor.shape[-1]
+            chunk = tokens if fresh and tokens <= pairs else CHUNK
+        segment = chunk * SEGMENT
+    else:
+        if chunk is None:
+            chunk = CHUNK if state.sums.shape[2] > WIDE else FEATURES
+        row = q.shape[0] * q.shape[1] * state.sums.shape[2] * state.sums.element_size()
+        segment = chunk * max(1, min(SEGMENT, BYTES // (chunk * row)))
+    settings = _Settings(scale, sinks, window, chunk, form is not None)
+    gradient = torch.is_grad_enabled()
+    whole = v.new_empty(*q.shape[:3], v.shape[-1]) if not gradient and segment < tokens else None
     outputs = []
-    for start in range(0, q.shape[2], chunk * SEGMENT):
-        part = slice(start, start + chunk * SEGMENT)
+    for start in range(0, tokens, segment):
+        part = slice(start, min(start + segment, tokens))
+        keep = return_state or part.stop < tokens
         inputs = (q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state)
-        output, state = checkpoint(_segment, kernel, *inputs, chunk, settings, use_reentrant=False)
-        outputs.append(output)
-    return torch.cat(outputs, dim=2), state
+        if gradient and form is None:
+            output, state = checkpoint(
+                _segment, kernel, *inputs, fresh, keep, settings, use_reentrant=False
+            )
+        else:
+            output, state = _segment(kernel, *inputs, fresh, keep, settings)
+        fresh = False
+        if whole is None:
+            outputs.append(output)
+        else:
+            whole[:, :, part] = output  # no second copy of the output at the end
+    if whole is None:
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return whole, state if return_state else None
 
 
 def _segment(
@@ -81,128 +114,129 @@ def _segment(
     v: Tensor,
     key_mask: Tensor,
     state: State,
-    chunk: int,
-    settings: dict[str, Any],
+    fresh: bool,
+    keep: bool,
+    settings: _Settings,
 ) -> tuple[Tensor, State]:
-    outputs = []
-    for start in range(0, q.shape[2], chunk):
-        part = slice(start, start + chunk)
-        output, state = _chunk(
-            kernel,
-            q[:, :, part],
-            k[:, :, part],
-            v[:, :, part],
-            key_mask[:, part],
-            state,
-            **settings,
-        )
-        outputs.append(output)
-    return torch.cat(outputs, dim=2), state
-
-
-def _chunk(
-    kernel: KernelMap,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor,
-    state: State,
-    *,
-    scale: float,
-    sinks: int,
-    window: int,
-) -> tuple[Tensor, State]:
+    """A stretch of tokens; ``fresh`` says that nothing has reached the kernel's state yet."""
+    sinks, window, dtype = settings.sinks, settings.window, kernel.dtype
+    if state.recent_keys.shape[2] > window:
+        state = _narrowed(kernel, state, window)
+        fresh = False
     tokens, before = q.shape[2], state.recent_keys.shape[2]
-    local_k = torch.cat([state.recent_keys, k], dim=2)
-    local_v = torch.cat([state.recent_values, v], dim=2)
-    local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
-    is_sink = sink_mask(state, local_mask, sinks)
+    local_k, local_v, local_mask = k, v, key_mask
+    if before:
+        local_k = torch.cat([state.recent_keys, k], dim=2)
+        local_v = torch.cat([state.recent_values, v], dim=2)
+        local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
+    is_sink = state.sink_mask(local_mask)
+    taken = local_mask & ~is_sink
+    query, keys, u = q.to(dtype), local_k.to(dtype), with_ones(local_v.to(dtype), taken)
+
+    in_state = state.real - state.recent_mask.sum(1) > sinks
     leaving = max(0, before + tokens - window)
-    key_at = torch.arange(before + tokens, device=q.device)
-    query_at = before + torch.arange(tokens, device=q.device)
-    distance = query_at[:, None] - key_at
-
-    dtype = kernel.dtype
-    query, keys = q.to(dtype), local_k.to(dtype)
-    u = with_ones(local_v.to(dtype), local_mask)
-    left = key_at[:leaving]
-    joins = (local_mask & ~is_sink)[:, :leaving]
-    reach = (distance >= window)[:, left] & joins[:, None, :]
-    partials = [state_partial(kernel.query_features(query), state.sums, state.log_scale)]
+    sums: Sums | None = None
+    partials: list[Partial] = []
     if leaving:
-        weights = kernel.weights(query, keys[:, :, :leaving])
-        partials.append(local_partial(weights, u[:, :, :leaving], reach[:, None]))
+        ahead = tokens - leaving  # queries that nothing has left yet
+        joins = pad(taken[:, :leaving], (ahead, 0))
+        gone_k, gone_u = (pad(x[:, :, :leaving], (0, 0, ahead, 0)) for x in (keys, u))
+        sums = _kernel_sums(kernel, query, gone_k, gone_u, joins, state, fresh, keep, settings)
+        partials = [sums.partial]
+    elif not fresh or torch.is_grad_enabled():
+        joins = torch.zeros_like(key_mask)
+        some = query[:, :, :1] if fresh else query  # zeros for all, but parameters stay connected
+        read = state_partial(kernel.query_features(some), state.sums, state.log_scale)
+        log = read.log_scale
+        partials = [
+            Partial(
+                read.sums.expand(-1, -1, tokens, -1),
+                None if log is None else log.expand(-1, -1, tokens, -1),
+            )
+        ]
+
+    after = state.with_sinks(k, v, key_mask, is_sink[:, before:])
     if sinks or window:
-        in_state = state.real - state.recent_mask.sum(1) > sinks
-        empty = ~(in_state[:, None] | reach.any(-1))[:, None, :, None]
-        partials = [only_where(partial, ~empty) for partial in partials]
-        exact_mask = (distance >= 0) & local_mask[:, None, :]
-        exact_mask = exact_mask & torch.where(
-            is_sink[:, None, :], (key_at >= before)[None, None], (distance < window)[None]
+        if partials:
+            met = in_state[:, None] | (joins.cumsum(1) > 0)
+            partials = [only_where(partial, met[:, None, :, None]) for partial in partials]
+        seen = state.real[:, None] + key_mask.cumsum(1)
+        filled = torch.arange(sinks, device=q.device) < after.real[:, None]
+        exact = band_partial(
+            query,
+            keys,
+            u,
+            taken,
+            window=window,
+            scale=settings.scale,
+            sink_k=after.sink_keys.to(dtype),
+            sink_u=with_ones(after.sink_values.to(dtype), filled),
+            sink_count=seen,
         )
-        filled = torch.arange(sinks, device=q.device) < state.real[:, None]
-        mask = torch.cat([filled[:, None].expand(-1, tokens, -1), exact_mask], dim=2)
-        exact_k = torch.cat([state.sink_keys.to(dtype), keys], dim=2)
-        exact_u = torch.cat([with_ones(state.sink_values.to(dtype), filled), u], dim=2)
-        partials.append(exact_partial(query, exact_k, exact_u, mask[:, None], scale))
+        partials.append(exact)
     output = merge(partials).to(v.dtype)
-
-    state = remember_sinks(state, k, v, key_mask, is_sink[:, before:])
-    if leaving:
-        state = absorb(kernel, state, keys[:, :, :leaving], u[:, :, :leaving], joins)
-    keep = slice(leaving, None)
+    if not keep:
+        return output, state
+    if sums is not None:
+        assert sums.state is not None
+        after = replace(after, sums=sums.state, log_scale=sums.log_scale)
+    stay = slice(leaving, None)
     return output, replace(
-        state,
-        recent_keys=local_k[:, :, keep].clone(),  # no view that keeps the whole chunk alive
-        recent_values=local_v[:, :, keep].clone(),
-        recent_mask=local_mask[:, keep].clone(),
+        after,
+        recent_keys=local_k[:, :, stay].clone(),  # no view that keeps the whole segment alive
+        recent_values=local_v[:, :, stay].clone(),
+        recent_mask=local_mask[:, stay].clone(),
     )
 
 
-def sink_mask(state: State, local_mask: Tensor, sinks: int) -> Tensor:
-    """Which of the recent and new tokens (``[B, m]``) are among the first ``sinks`` real ones."""
-    before = state.real - state.recent_mask.sum(1)
-    return local_mask & (local_mask.cumsum(1) + before[:, None] <= sinks)
+def _kernel_sums(
+    kernel: KernelMap,
+    q: Tensor,
+    k: Tensor,
+    u: Tensor,
+    joins: Tensor,
+    state: State,
+    fresh: bool,
+    keep: bool,
+    settings: _Settings,
+) -> Sums:
+    """Sums over aligned queries and keys by the kernel's engine."""
+    form = grouped_form(kernel, q, k) if settings.grouped else None
+    if form is not None:
+        before = None if fresh else state.sums
+        return of_groups(form, u, before, chunk=settings.chunk, keep_state=keep)
+    return of_features(
+        kernel,
+        q,
+        k,
+        u,
+        joins,
+        state.sums,
+        state.log_scale,
+        fresh=fresh,
+        chunk=settings.chunk,
+        keep_state=keep,
+    )
 
 
-def absorb(kernel: KernelMap, state: State, k: Tensor, u: Tensor, joins: Tensor) -> State:
-    """Add keys ``k [B, Hkv, m, d]`` with ``u = [v; 1]`` to the state where ``joins [B, m]``."""
-    features, log_scale = kernel.key_features(k)
-    u = u.masked_fill(~joins[:, None, :, None], 0)
-    if not kernel.shared_state:
-        u = u.repeat_interleave(features.shape[1] // u.shape[1], dim=1)
-    sums, total = state.sums, state.log_scale
-    if log_scale is not None:
-        assert total is not None
-        log_scale = log_scale.masked_fill(~joins[:, None, :, None], -torch.inf)
-        new = torch.maximum(total, log_scale.detach().amax(2, keepdim=True))
-        reference = new.masked_fill(new == -torch.inf, 0)
-        sums = sums * torch.exp(total - reference)
-        u = u * torch.exp(log_scale - reference)
-        total = new
-    return replace(state, sums=sums + features.transpose(-1, -2) @ u, log_scale=total)
-
-
-def remember_sinks(state: State, k: Tensor, v: Tensor, key_mask: Tensor, is_sink: Tensor) -> State:
-    """Count the new real tokens and store those that ``is_sink [B, n]`` marks."""
-    real = state.real + key_mask.sum(1)
-    sinks = state.sink_keys.shape[2]
-    if sinks and bool(is_sink.any()):
-        rank = state.real[:, None] + key_mask.cumsum(1) - 1
-        slot = torch.arange(sinks, device=k.device)[None, :, None]
-        place = ((rank[:, None] == slot) & is_sink[:, None])[:, None]
-        return replace(
-            state,
-            real=real,
-            sink_keys=state.sink_keys + place.to(k.dtype) @ k,
-            sink_values=state.sink_values + place.to(v.dtype) @ v,
-        )
-    return replace(state, real=real)
-
-
-def only_where(partial: Partial, taken: Tensor) -> Partial:
-    """Mark the rows outside ``taken`` as empty, so that they do not set the common scale."""
-    log_scale = partial.log_scale
-    if log_scale is None:
-        log_scale = torch.zeros_like(partial.sums[..., :1])
-    return Partial(partial.sums, log_scale.masked_fill(~taken, -torch.inf))
+def _narrowed(kernel: KernelMap, state: State, window: int) -> State:
+    """The state with no more than ``window`` recent keys, where an earlier call kept more."""
+    out = slice(0, state.recent_keys.shape[2] - window)
+    stay = slice(out.stop, None)
+    is_sink = state.sink_mask(state.recent_mask)
+    sums, log_scale = absorb(
+        kernel,
+        state.sums,
+        state.log_scale,
+        state.recent_keys[:, :, out].to(kernel.dtype),
+        with_ones(state.recent_values[:, :, out].to(kernel.dtype)),
+        (state.recent_mask & ~is_sink)[:, out],
+    )
+    return replace(
+        state,
+        sums=sums,
+        log_scale=log_scale,
+        recent_keys=state.recent_keys[:, :, stay],
+        recent_values=state.recent_values[:, :, stay],
+        recent_mask=state.recent_mask[:, stay],
+    )

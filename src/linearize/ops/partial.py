@@ -16,10 +16,12 @@ from linearize.ops.features import Features, Weights
 
 __all__ = [
     "Partial",
+    "combine",
     "exact_partial",
     "fold_heads",
     "local_partial",
     "merge",
+    "only_where",
     "state_partial",
     "unfold_heads",
     "with_ones",
@@ -37,29 +39,43 @@ class Partial(NamedTuple):
     log_scale: Tensor | None
 
 
+def combine(partials: Sequence[Partial]) -> Partial:
+    """Add partials over disjoint key sets, on a common scale."""
+    if all(partial.log_scale is None for partial in partials):
+        total = sum(partial.sums for partial in partials)
+        assert isinstance(total, Tensor)
+        return Partial(total, None)
+    scales = [
+        torch.zeros_like(partial.sums[..., :1]) if partial.log_scale is None else partial.log_scale
+        for partial in partials
+    ]
+    reference = torch.stack(scales).amax(0).detach()
+    finite = _finite(reference)
+    total = sum(
+        partial.sums * torch.exp(scale - finite)
+        for partial, scale in zip(partials, scales, strict=True)
+    )
+    assert isinstance(total, Tensor)
+    return Partial(total, reference)
+
+
 def merge(partials: Sequence[Partial]) -> Tensor:
     """Add partials over disjoint key sets and divide once -> ``[B, Hq, n, dv]``.
 
     A query without any key gets zeros.
     """
-    if all(partial.log_scale is None for partial in partials):
-        total = sum(partial.sums for partial in partials)
-    else:
-        scales = [
-            torch.zeros_like(partial.sums[..., :1])
-            if partial.log_scale is None
-            else partial.log_scale
-            for partial in partials
-        ]
-        reference = _finite(torch.stack(scales).amax(0).detach())
-        total = sum(
-            partial.sums * torch.exp(scale - reference)
-            for partial, scale in zip(partials, scales, strict=True)
-        )
-    assert isinstance(total, Tensor)
+    total = partials[0].sums if len(partials) == 1 else combine(partials).sums
     numerator, denominator = total[..., :-1], total[..., -1:]
     empty = denominator == 0
     return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
+
+
+def only_where(partial: Partial, taken: Tensor) -> Partial:
+    """Mark the rows outside ``taken`` as empty, so that they do not set the common scale."""
+    log_scale = partial.log_scale
+    if log_scale is None:
+        log_scale = torch.zeros_like(partial.sums[..., :1])
+    return Partial(partial.sums, log_scale.masked_fill(~taken, -torch.inf))
 
 
 def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor, scale: float) -> Partial:

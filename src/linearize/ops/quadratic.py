@@ -12,10 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linearize.ops.features import Features, Weights
+from linearize.ops.features import Features, Grouped, Weights
 from linearize.ops.partial import fold_heads, unfold_heads
 
-__all__ = ["DimensionQuadratic", "GroupedQuadratic", "feature_count", "quadratic_features"]
+__all__ = [
+    "DimensionQuadratic",
+    "GroupedQuadratic",
+    "feature_count",
+    "packed_coefficients",
+    "quadratic_features",
+]
 
 
 def feature_count(dim: int) -> int:
@@ -90,9 +96,14 @@ class GroupedQuadratic(DimensionQuadratic):
             scale=scale,
             dtype=dtype,
         )
-        self._eps = eps
+        self._groups, self._lower = groups.long(), lower
+        self._eps, self._scale = eps, scale
         self._offset = lower[:, 0]  # [Hq, G+1]: constant of every component of Lᵀ s̄
         self._slope = lower[heads, member] * scale  # [Hq, d, G+1]: its slope in q_r k_r
+
+    def grouped(self, q: Tensor, k: Tensor) -> Grouped:
+        """See :class:`linearize.ops.features.Grouped`."""
+        return Grouped(q, k, self._groups, self._lower, self._eps, self._scale)
 
     def weights(self, q: Tensor, k: Tensor) -> Weights:
         """``G + 1`` small products of group-weighted queries with the keys, squared and summed."""
@@ -104,6 +115,23 @@ class GroupedQuadratic(DimensionQuadratic):
             total = total + (score + self._offset[:, component, None, None]).square()
         assert isinstance(total, Tensor)
         return Weights(total)
+
+
+def packed_coefficients(groups: Tensor, factor: Tensor, eps: float, scale: float) -> Tensor:
+    """Coefficients of the packed products in ``ε + ‖Lᵀ [1, s]‖²``, multiplicities included.
+
+    ``groups [Hq, d]``, ``factor [Hq, G+1, G+1]`` lower-triangular -> ``[Hq, 1 + d + d(d+1)/2]``.
+    """
+    dim, size = groups.shape[1], factor.shape[-1]
+    gram = factor @ factor.transpose(-1, -2)
+    rows, columns = _pairs(dim, groups.device)
+    member = groups + 1
+    products = member[:, rows] * size + member[:, columns]
+    at = torch.cat([torch.zeros_like(member[:, :1]), member, products], dim=1)
+    twice = torch.where(rows == columns, 1, 2).to(factor) * scale**2
+    times = torch.cat([twice.new_ones(1), twice.new_full((dim,), 2 * scale), twice])
+    constant = torch.cat([twice.new_full((1,), eps), twice.new_zeros(len(times) - 1)])
+    return gram.flatten(1).gather(1, at) * times + constant
 
 
 def quadratic_features(x: Tensor, coefficients: Tensor | None = None) -> Tensor:

@@ -7,10 +7,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from linearize.ops.chunked import absorb, only_where, remember_sinks, sink_mask
 from linearize.ops.features import KernelMap
-from linearize.ops.partial import exact_partial, local_partial, merge, state_partial, with_ones
+from linearize.ops.partial import (
+    exact_partial,
+    local_partial,
+    merge,
+    only_where,
+    state_partial,
+    with_ones,
+)
 from linearize.ops.state import State
+from linearize.ops.sums import absorb
 
 __all__ = ["attend"]
 
@@ -73,8 +80,8 @@ def _step(
     local_k = torch.cat([state.recent_keys, k], dim=2)
     local_v = torch.cat([state.recent_values, v], dim=2)
     local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
-    is_sink = sink_mask(state, local_mask, sinks)
-    state = remember_sinks(state, k, v, key_mask, is_sink[:, -1:])
+    is_sink = state.sink_mask(local_mask)
+    state = state.with_sinks(k, v, key_mask, is_sink[:, -1:])
     leaving = max(0, local_k.shape[2] - window)
     if leaving:
         gone = slice(0, leaving)
@@ -82,7 +89,8 @@ def _step(
         u, keys = with_ones(local_v[:, :, gone].to(dtype)), local_k[:, :, gone].to(dtype)
         partials.append(local_partial(kernel.weights(query, keys), u, joins[:, None, None]))
         in_state = in_state | joins.any(1)
-        state = absorb(kernel, state, keys, u, joins)
+        sums, log_scale = absorb(kernel, state.sums, state.log_scale, keys, u, joins)
+        state = replace(state, sums=sums, log_scale=log_scale)
     keep = slice(leaving, None)
     state = replace(
         state,

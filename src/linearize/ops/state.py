@@ -58,6 +58,31 @@ class State:
             real=torch.zeros(batch, dtype=torch.long, device=k.device),
         )
 
+    def sink_mask(self, local_mask: Tensor) -> Tensor:
+        """Which of the recent and the new tokens (``[B, w + n]``, true for real) are sinks.
+
+        Sinks are the first real tokens.
+        """
+        sinks = self.sink_keys.shape[2]
+        before = self.real - self.recent_mask.sum(1)
+        return local_mask & (local_mask.cumsum(1) + before[:, None] <= sinks)
+
+    def with_sinks(self, k: Tensor, v: Tensor, key_mask: Tensor, is_sink: Tensor) -> State:
+        """Count new real tokens ``k, v [B, Hkv, n, ·]`` and store those that ``is_sink [B, n]`` marks."""
+        real = self.real + key_mask.sum(1)
+        sinks = self.sink_keys.shape[2]
+        if not sinks or not bool(is_sink.any()):
+            return replace(self, real=real)
+        rank = self.real[:, None] + key_mask.cumsum(1) - 1
+        slot = torch.arange(sinks, device=k.device)[None, :, None]
+        place = ((rank[:, None] == slot) & is_sink[:, None])[:, None]
+        return replace(
+            self,
+            real=real,
+            sink_keys=self.sink_keys + place.to(k.dtype) @ k,
+            sink_values=self.sink_values + place.to(v.dtype) @ v,
+        )
+
     def map(self, function: Callable[[Tensor], Tensor]) -> State:
         """Apply ``function`` to every tensor (they all carry the batch first)."""
         changed = {
