@@ -1,7 +1,7 @@
 """Adaptation: from a converted model to a good one, by LoRA and kernel parameters trained together."""
 
 from linearize.adapt.data import Part, read_parts
-from linearize.adapt.result import ADAPTATION, Adaptation, AdaptationReport
+from linearize.adapt.result import ADAPTATION, Adaptation, AdaptationReport, read_adaptation
 from linearize.adapt.run import adapt
 from linearize.adapt.settings import PRESETS, AdaptSettings
 
@@ -13,5 +13,6 @@ __all__ = [
     "AdaptationReport",
     "Part",
     "adapt",
+    "read_adaptation",
     "read_parts",
 ]

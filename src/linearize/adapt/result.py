@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
+from linearize.errors import CheckpointError
 from linearize.models import Loaded
 from linearize.versions import versions
 
-__all__ = ["ADAPTATION", "Adaptation", "AdaptationReport", "Curves"]
+__all__ = ["ADAPTATION", "Adaptation", "AdaptationReport", "Curves", "read_adaptation"]
 
 ADAPTATION = "adaptation.json"
 
@@ -96,3 +99,23 @@ class Adaptation:
 
     loaded: Loaded
     report: AdaptationReport
+
+
+def read_adaptation(folder: str | Path) -> AdaptationReport | None:
+    """The account of an adaptation that a folder holds; ``None`` if it holds none.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = Path(folder) / ADAPTATION
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return AdaptationReport(**content | {"curves": Curves(**content["curves"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}",
+            f"an account that cannot be read ({type(error).__name__}: {error})",
+            "Adapt again, or use the version of linearize that wrote it.",
+        ) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from linearize.adapt import (
     AdaptationReport,
     AdaptSettings,
     Part,
+    read_adaptation,
     read_parts,
 )
 from linearize.adapt import adapt as adapt_model
@@ -215,30 +215,32 @@ def adapt(
         if tensorboard and not available():
             note("TensorBoard is not installed: the curves go to the report only")
 
-    loaded = load_model(model)
-    nn.Module.to(loaded.model, processes.device)
     sizes = {"unit": unit or settings.block, "block": settings.block}
-    with progress("adapting") as advance, _no_empty(work):
+    with _no_empty(work):
+        loaded = load_model(model)
+        nn.Module.to(loaded.model, processes.device)
         tokens = read_parts(train, loaded.tokenizer, **sizes)
         kept = read_parts(held, loaded.tokenizer, **sizes) if held else None
-        adaptation = adapt_model(
-            loaded,
-            tokens,
-            settings,
-            validation=kept,
-            folder=work,
-            resume=resume,
-            tensorboard=tensorboard,
-            progress=advance,
-            names=([part.text for part in train], [part.text for part in held]),
-        )
+        with progress("adapting") as advance:
+            adaptation = adapt_model(
+                loaded,
+                tokens,
+                settings,
+                validation=kept,
+                folder=work,
+                resume=resume,
+                tensorboard=tensorboard,
+                progress=advance,
+                names=([part.text for part in train], [part.text for part in held]),
+            )
     processes.leave()
     if not processes.main:
         return
     show(adaptation.report)
     with notes.status(f"saving {out}"):
         _store(adaptation, model, out, work, adapter_only, overwrite)
-    say(f"saved to {out}; next: linearize eval {out}, linearize report {out}")
+    page = f", linearize report {out}" if (out / REPORT).is_file() else ""
+    say(f"saved to {out}; next: linearize eval {out}{page}")
     store_json(json, {"folder": str(out), **adaptation.report.as_dict()})
 
 
@@ -318,16 +320,16 @@ def finished(out: Path, settings: AdaptSettings, text: list[Part], held: list[Pa
     Raises:
         CheckpointError: it holds the result of another run; the message names what differs.
     """
-    path = out / ADAPTATION
-    if not path.is_file():
+    there = read_adaptation(out)
+    if there is None:
         return False
-    there = _read(path)
     wanted = settings.identity() | {
         "text": [part.text for part in text],
         "validation_text": [part.text for part in held],
     }
+    texts = {"text": there.text, "validation_text": there.validation_text}
     for name, value in wanted.items():
-        found = there.get("settings", {}).get(name, there.get(name))
+        found = (there.settings | texts).get(name)
         if found != value:
             raise CheckpointError(
                 f"resuming {out} with {name}={value!r}",
@@ -401,15 +403,5 @@ def _conversion(folder: str) -> ConversionReport | None:
 
 def _accounts(folder: str) -> dict[str, Any]:
     """The account of the adaptation, if the folder holds one."""
-    path = Path(folder) / ADAPTATION
-    return {ADAPTATION: _read(path)} if path.is_file() else {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json_module.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}", f"{error}", "The file is damaged; adapt again with --overwrite."
-        ) from None
-    return content
+    report = read_adaptation(folder)
+    return {} if report is None else {ADAPTATION: report.as_dict()}

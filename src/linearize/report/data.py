@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from linearize.adapt import AdaptationReport, read_adaptation
 from linearize.checkpoint import REPORT
 from linearize.convert import ConversionReport, LayerReport
 from linearize.errors import CheckpointError
@@ -28,11 +29,13 @@ class ReportData:
         evaluation: what ``linearize eval`` found (its JSON); ``None`` before the first evaluation.
         samples: continuations of a prompt by both models: ``prompt``, ``softmax`` and ``converted``
             (each with ``text``), and the settings of the generation.
+        adaptation: how the adaptation went; ``None`` without one.
     """
 
     conversion: ConversionReport
     evaluation: dict[str, Any] | None = None
     samples: list[dict[str, Any]] = field(default_factory=list)
+    adaptation: AdaptationReport | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def read(folder: str | Path) -> ReportData:
         conversion,
         read_evaluation(folder),
         _read_json(samples, list) if samples.is_file() else [],
+        read_adaptation(folder),
     )
 
 

@@ -14,6 +14,7 @@ from linearize.convert import ConversionReport, LayerReport
 from linearize.errors import PlanError
 from linearize.output import write_text
 from linearize.report import figures
+from linearize.report.adaptation_figure import adaptation_chart
 from linearize.report.data import Memory, ReportData, read
 from linearize.report.figures import GROUP_COLOURS, byte_text
 
@@ -69,6 +70,8 @@ def _context(data: ReportData) -> dict[str, Any]:
         "accuracies": _accuracies(data.evaluation or {}),
         "evaluation_settings": _evaluation_settings(data.evaluation),
         "samples": data.samples,
+        "adaptation": data.adaptation,
+        "adaptation_chart": data.adaptation and Markup(adaptation_chart(data.adaptation)),
         "memory": memory,
         "memory_rows": [(n, memory.before(n), memory.after(n)) for n in LENGTHS],
         "memory_chart": Markup(figures.memory_chart(memory)),
