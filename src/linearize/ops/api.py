@@ -12,6 +12,7 @@ from linearize.ops import chunked, pairwise, recurrent
 from linearize.ops.features import KernelMap
 from linearize.ops.quadratic import DimensionQuadratic, GroupedQuadratic
 from linearize.ops.state import State
+from linearize.ops.triton import engine as triton
 
 __all__ = [
     "BACKENDS",
@@ -21,11 +22,11 @@ __all__ = [
     "resolve_backend",
 ]
 
-BACKENDS = ("auto", "pairwise", "chunked", "recurrent")
+BACKENDS = ("auto", "pairwise", "chunked", "recurrent", "triton")
 
 
 def resolve_backend(backend: str, tokens: int) -> str:
-    """The engine ``auto`` takes for ``tokens`` new tokens: recurrent for one, chunked for more.
+    """The PyTorch engine ``auto`` takes for ``tokens`` new tokens: recurrent for one, else chunked.
 
     Raises:
         BackendError: the name is unknown.
@@ -61,7 +62,8 @@ def kernel_attention(
         sinks, window: number of first and of latest keys kept exact.
         key_mask: ``[B, N]``, true for real tokens.
         state: the state to continue from.
-        backend: ``"pairwise"``, ``"chunked"``, ``"recurrent"`` or ``"auto"``.
+        backend: ``"pairwise"``, ``"chunked"``, ``"recurrent"``, ``"triton"`` or ``"auto"``, which
+            takes triton for tensors on CUDA where it can run, else what :func:`resolve_backend` says.
         return_state: whether the state after the last token is wanted; without it less is computed.
 
     Returns:
@@ -69,12 +71,12 @@ def kernel_attention(
         wanted, and from the pairwise definition, which keeps none).
 
     Raises:
-        LinearizeError: shapes do not fit together. BackendError: the backend is unknown or cannot
-            continue from a state.
+        LinearizeError: shapes do not fit together. BackendError: the backend is unknown, cannot
+            continue from a state, or cannot run here.
     """
     _check_shapes(q, k, v, key_mask)
     key_mask = None if key_mask is None else key_mask.bool()
-    name = resolve_backend(backend, q.shape[2])
+    name = _choose(backend, kernel, q, k)
     if name == "pairwise":
         if state is not None:
             raise BackendError(
@@ -89,10 +91,28 @@ def kernel_attention(
     call: dict[str, Any] = dict(
         scale=scale, sinks=sinks, window=window, key_mask=key_mask, state=state
     )
+    if name == "triton":
+        call |= {"grouped": triton.of_groups, "chunk": triton.chunk_of(q.shape[2])}
     if name == "recurrent":
         output, after = recurrent.attend(kernel, q, k, v, **call)
         return output, after if return_state else None
     return chunked.attend(kernel, q, k, v, **call, return_state=return_state)
+
+
+def _choose(backend: str, kernel: KernelMap, q: Tensor, k: Tensor) -> str:
+    """The engine of a call.
+
+    Raises:
+        BackendError: the name is unknown, or names an engine that cannot run the call.
+    """
+    name = resolve_backend(backend, q.shape[2])
+    if name == "triton":
+        reason = triton.why_not(kernel, q, k)
+        if reason is not None:
+            raise BackendError("the triton backend", reason, 'Use backend="auto".')
+    elif backend == "auto" and q.is_cuda and triton.why_not(kernel, q, k) is None:
+        return "triton"
+    return name
 
 
 @overload

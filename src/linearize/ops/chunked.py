@@ -6,6 +6,7 @@ and the later ones exactly. Its kernel sums are those of a causal kernel over ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class _Settings(NamedTuple):
     sinks: int
     window: int
     chunk: int
-    grouped: bool
+    grouped: Callable[..., Sums] | None
 
 
 def attend(
@@ -52,6 +53,7 @@ def attend(
     state: State | None = None,
     chunk: int | None = None,
     return_state: bool = True,
+    grouped: Callable[..., Sums] = of_groups,
 ) -> tuple[Tensor, State | None]:
     """Causal attention from ``state``, in time linear in N; see :func:`linearize.ops.pairwise.attend`.
 
@@ -61,6 +63,7 @@ def attend(
     Args:
         chunk: tokens between two states; by default what costs least.
         return_state: whether the state after the last token is wanted.
+        grouped: what sums a kernel in grouped form; see :func:`linearize.ops.sums.of_groups`.
 
     Returns:
         the output ``[B, Hq, N, dv]`` in ``v``'s dtype and the state after the last token (``None``
@@ -83,7 +86,7 @@ def attend(
             chunk = CHUNK if state.sums.shape[2] > WIDE else FEATURES
         row = q.shape[0] * q.shape[1] * state.sums.shape[2] * state.sums.element_size()
         segment = chunk * max(1, min(SEGMENT, BYTES // (chunk * row)))
-    settings = _Settings(scale, sinks, window, chunk, form is not None)
+    settings = _Settings(scale, sinks, window, chunk, None if form is None else grouped)
     gradient = torch.is_grad_enabled()
     whole = v.new_empty(*q.shape[:3], v.shape[-1]) if not gradient and segment < tokens else None
     outputs = []
@@ -201,10 +204,11 @@ def _kernel_sums(
     settings: _Settings,
 ) -> Sums:
     """Sums over aligned queries and keys by the kernel's engine."""
-    form = grouped_form(kernel, q, k) if settings.grouped else None
-    if form is not None:
+    grouped = settings.grouped
+    form = grouped_form(kernel, q, k) if grouped else None
+    if grouped and form:
         before = None if fresh else state.sums
-        return of_groups(form, u, before, chunk=settings.chunk, keep_state=keep)
+        return grouped(form, u, before, chunk=settings.chunk, keep_state=keep)
     return of_features(
         kernel,
         q,
