@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linearize.kernels.base import Kernel
-from linearize.ops.features import Features, Weights
+from linearize.ops.features import Features, Grouped, Weights
 from linearize.ops.partial import fold_heads, unfold_heads
 from linearize.ops.quadratic import feature_count, quadratic_features
 
@@ -41,6 +41,13 @@ class Based(Kernel):
     def key_features(self, k: Tensor) -> Features:
         """``[1, x_r, x_r x_t (r ≤ t)]``."""
         return Features(quadratic_features(self.see_keys(k)))
+
+    def grouped(self, q: Tensor, k: Tensor) -> Grouped:
+        """``1/2 + (1 + t)²/2``: one group of all coordinates."""
+        heads, dim = q.shape[1], q.shape[3]
+        factor = q.new_tensor([[0.5**0.5, 0.0], [0.5**0.5, 0.0]]).expand(heads, -1, -1)
+        groups = torch.zeros(heads, dim, dtype=torch.long, device=q.device)
+        return Grouped(self.see_queries(q), self.see_keys(k), groups, factor, eps=0.5, scale=1.0)
 
     def weights(self, q: Tensor, k: Tensor) -> Weights:
         """The polynomial of the logits, as ``((1 + t)² + 1) / 2``."""
