@@ -62,7 +62,7 @@ PARTS: dict[str, Part] = {
     "exact keys only (linear part off)": "exact",
     "kernel only (sinks and window off)": "kernel",
 }
-CHOICE_BATCH, HARNESS_BATCH = 16, 8  # sequences a forward pass where --batch does not say
+BATCH = 8  # sequences a forward pass of tasks where --batch does not say
 
 
 def evaluate(
@@ -115,8 +115,8 @@ def evaluate(
         Option(
             "--batch",
             min=1,
-            help="Sequences per forward pass: by default 1 block, 16 options of tasks, 8 of the "
-            "harness's. No effect on results.",
+            help="Sequences per forward pass: by default 1 block, 8 options of a task. "
+            "No effect on results.",
         ),
     ] = None,
     reference: Annotated[
@@ -203,7 +203,7 @@ def evaluate(
                 _each(
                     variants,
                     one.name,
-                    partial(_choose, loaded, one, questions, batch or CHOICE_BATCH),
+                    partial(_choose, loaded, one, questions, batch or BATCH),
                 ),
             )
             for one, file, questions in tasks
@@ -213,7 +213,7 @@ def evaluate(
         scores = _each(
             variants,
             "lm-evaluation-harness",
-            lambda _: harness(loaded, foreign, limit=limit, batch=batch or HARNESS_BATCH),
+            lambda _: harness(loaded, foreign, limit=limit, batch=batch or BATCH),
         )
         result["harness"] = record_harness(scores, limit)
         show_harness(result["harness"], model, converted)

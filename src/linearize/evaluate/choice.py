@@ -65,7 +65,7 @@ def choice(
     task: Task,
     questions: Sequence[Question],
     *,
-    batch: int = 16,
+    batch: int = 8,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Choice:
     """Accuracy of a model on the questions of a task.
@@ -156,7 +156,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str) 
 def continuation_likelihoods(
     model: PreTrainedModel,
     continuations: Sequence[Continuation],
-    batch: int = 16,
+    batch: int = 8,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Tensor]:
     """Log-likelihoods in nats of every continuation's tokens, ``[tokens]`` each, fp64.
