@@ -21,6 +21,7 @@ import tiny
 from linearize import Adaptation, AdaptSettings, Loaded
 from linearize.adapt.checkpoint import CheckpointFile
 from linearize.lora import lora_tensors
+from linearize.processes import Processes
 
 SETTINGS: dict[str, Any] = {
     "steps": 6,
@@ -86,8 +87,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def one_of_many(rank: int, count: int, port: int, result: Path, changes: dict[str, Any]) -> None:
-    """Be one process of a launcher's group; the first one stores what came out."""
+def many(work: Callable[..., Any], count: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What `work(*arguments)` returns in each process of a launcher's group of `count`."""
+    port = free_port()
+    processes = [
+        start(_one_of_many, work, rank, count, port, folder, arguments) for rank in range(count)
+    ]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * count
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _one_of_many(
+    work: Callable[..., Any], rank: int, count: int, port: int, folder: Path, arguments: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {
         "RANK": str(rank),
@@ -96,9 +110,40 @@ def one_of_many(rank: int, count: int, port: int, result: Path, changes: dict[st
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    torch.save(work(*arguments), folder / f"{rank}.pt")
+    Processes.join().leave()
+
+
+def shared_adaptation(changes: dict[str, Any]) -> Any:
+    """Curves, trained tensors and the number of processes."""
     found = adapt(**changes)
-    assert found.report.processes == count
-    torch.save((curves(found), trained(found.loaded)), result.with_suffix(f".{rank}"))
+    return curves(found), trained(found.loaded), found.report.processes
+
+
+def shared_conversion(changes: dict[str, Any]) -> Any:
+    """The report and the kernels of a conversion."""
+    found = linearize.convert(tiny.loaded(), tiny.text(), tiny.plan(**changes))
+    return found.report.as_dict(), tiny.kernel_tensors(found.loaded.model)
+
+
+def shared_fidelity(store: Path | None) -> Any:
+    """A comparison of three kernels on all layers."""
+    plan = tiny.plan(skip_blocks=3, fit_blocks=2)
+    names = ["oal", "performer", "based"]
+    return linearize.evaluate.fidelity(
+        tiny.loaded(), tiny.text(), "all", names, plan, seeds=[0, 1], store=store
+    ).as_dict()
+
+
+def shared_sums(count: int) -> Any:
+    """What the exchanges of a group give, from numbers that tell the processes apart."""
+    processes = Processes.join()
+    rank = processes.rank
+    tensors = [torch.full((2, 3), float(rank + 1)), torch.tensor(10.0**rank)]
+    processes.add_up(tensors)
+    items = processes.share([f"item {i}" for i in range(count)])
+    processes.wait()
+    return tensors, items, processes.gather(items), processes.main
 
 
 def killed(folder: Path, moment: str, step: int, changes: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from linearize.kernels import HeadShape, get
 from linearize.lora import lora_disabled
 from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.plan import Plan
+from linearize.processes import Processes
 from linearize.selection import Selection, check_memory, choose
 from linearize.text import Division, Source, default_text, divide, tokenize
 from linearize.versions import versions
@@ -127,6 +128,9 @@ def convert(
 ) -> Conversion:
     """Replace the softmax attention of the plan's layers by fitted linear-time attention, in place.
 
+    Several processes of a launcher share the layers, unless each is fitted behind the one before
+    (``fitting="sequential"``); all of them end with the same model.
+
     Args:
         loaded: a model from :func:`linearize.load`, or any transformers causal LM built in memory:
             ``Loaded(model=..., tokenizer=None)``. The model object itself is changed.
@@ -159,7 +163,9 @@ def convert(
     blocks = [*division.prompts, *division.fit, *division.validation]
     fitted: dict[int, LinearAttention] = {}
     reports: list[LayerReport] = []
-    for arrived in capture(model, blocks, [layer.index for layer in layers]):
+    processes = Processes.join() if plan.fitting != "sequential" else Processes()
+    own = processes.share(layers)
+    for arrived in capture(model, blocks, [layer.index for layer in own]):
         layer = next(one for one in layers if one.index == arrived.index)
         linear = unfitted[layer.index]
         reports.append(_fit_layer(linear, arrived, layer, division, plan))
@@ -169,7 +175,14 @@ def convert(
         if progress is not None:
             errors = reports[-1].validation_relative
             error = sum(errors) / len(errors)
-            progress(len(reports), len(layers), f"layer {layer.index}: relative error {error:.3f}")
+            progress(len(reports), len(own), f"layer {layer.index}: relative error {error:.3f}")
+    reports = processes.gather(reports)
+    if processes.count > 1:
+        filled = processes.gather([fitted[layer.index].to("cpu") for layer in own])
+        fitted = {
+            layer.index: linear.to(model.device)
+            for layer, linear in zip(layers, filled, strict=True)
+        }
     names = {layer.index: layer.name for layer in layers}
     selection = None
     if plan.automatic:

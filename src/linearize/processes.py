@@ -85,10 +85,15 @@ class Processes:
         longest = max(len(one) for one in everyone)
         return [one[at] for at in range(longest) for one in everyone if at < len(one)]
 
-    def leave(self) -> None:
-        """Wait for all processes and disconnect; the end of what :meth:`join` began."""
+    def wait(self) -> None:
+        """Go on when all processes have come this far."""
         if self.count > 1:
             torch.distributed.barrier()
+
+    def leave(self) -> None:
+        """Wait for all processes and disconnect; the end of what :meth:`join` began."""
+        self.wait()
+        if self.count > 1:
             torch.distributed.destroy_process_group()
 
 

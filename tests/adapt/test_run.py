@@ -188,7 +188,7 @@ def test_autocast_leaves_kernels_and_state_in_fp32() -> None:
     seen: list[Any] = []
     linear.register_forward_hook(lambda module, args, output: seen.append((args, output)))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        loaded.model(input_ids=IDS, use_cache=False)
+        loaded.model(input_ids=IDS, use_cache=True)
     (_, _, v), (output, state) = seen[0]
     assert v.dtype == output.dtype == torch.bfloat16
     assert state.sums.dtype == torch.float32
@@ -371,19 +371,12 @@ def test_every_error_leaves_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_two_processes_do_what_one_does_with_twice_the_accumulation(tmp_path: Path) -> None:
-    changes = {"steps": 4, "transfer_steps": 2}
-    port, result = adaptation.free_port(), tmp_path / "result"
-    processes = [
-        adaptation.start(adaptation.one_of_many, rank, 2, port, result, changes | {"accumulate": 2})
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.join(120)
-        assert process.exitcode == 0
+    changes = {"steps": 4, "transfer_steps": 2, "dtype": "fp32"}
+    both = adaptation.many(adaptation.shared_adaptation, 2, tmp_path, changes | {"accumulate": 2})
     alone = adapt(**changes, accumulate=4)
     wanted, weights = curves(alone), trained(alone.loaded)
-    for rank in range(2):
-        found, tensors = torch.load(result.with_suffix(f".{rank}"))
+    for found, tensors, count in both:
+        assert count == 2
         assert found["validated"] == wanted["validated"]
         for name in ("loss", "lr", "gradient_norm", "nll"):
             assert found[name] == pytest.approx(wanted[name], rel=1e-4), name

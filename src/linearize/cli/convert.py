@@ -42,6 +42,7 @@ from linearize.convert import convert as convert_model
 from linearize.models import Loaded
 from linearize.output import check_writable
 from linearize.plan import Plan
+from linearize.processes import Processes, complete_launch
 from linearize.report import Memory
 from linearize.report.figures import byte_text
 from linearize.selection import Selection
@@ -175,6 +176,7 @@ def convert(
       linearize convert my/model --out out/hybrid --sinks 4 --window 64 --center --state-rank 8
       linearize convert my/model --out out/mixed --sinks 4 --window 64 --heads auto --keep 10%
     """
+    complete_launch()
     plan = Plan(
         kernel=kernel,
         layers=layers,
@@ -211,6 +213,10 @@ def convert(
         note("no --text: using the documentation that comes with Python")
 
     conversion = run(load_model(model), source, plan)
+    processes = Processes.join()
+    processes.leave()
+    if not processes.main:
+        return
     show(conversion.report)
     with notes.status(f"saving {out}"):
         save(

@@ -40,6 +40,7 @@ from linearize.evaluate import fidelity as measure
 from linearize.kernels import available, get
 from linearize.output import check_writable, write_text
 from linearize.plan import Plan
+from linearize.processes import Processes, complete_launch
 from linearize.report.fidelity_figure import fidelity_chart
 from linearize.report.figures import byte_text
 from linearize.text import Source, default_text
@@ -111,6 +112,7 @@ def fidelity(
       linearize fidelity my/model --text train.txt --layers 4 --kernels oal,global --out out/f
       linearize fidelity my/model --layers all --sinks 4 --window 64 --seeds 0,1,2 --out out/f
     """
+    complete_launch()
     plan = Plan(
         layers=layers,
         window=window,
@@ -134,8 +136,10 @@ def fidelity(
         note("no --out and no --json: nothing will be kept")
 
     loaded = load_model(model)
-    if parts is not None and not resume:
+    processes = Processes.join()
+    if parts is not None and not resume and processes.main:
         shutil.rmtree(parts, ignore_errors=True)
+    processes.wait()
     with progress("fidelity") as advance:
         result = measure(
             loaded,
@@ -147,6 +151,9 @@ def fidelity(
             progress=_with_time_left(advance),
             store=parts,
         )
+    processes.leave()
+    if not processes.main:
+        return
     show(result)
     chart = out / "fidelity.svg" if out else json.with_suffix(".svg") if json else None
     if chart is not None:

@@ -38,6 +38,7 @@ from linearize.kernels import HeadShape, get
 from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.parts import Parts, model_identity, text_identity
 from linearize.plan import Plan
+from linearize.processes import Processes
 from linearize.text import Division, Source, divide, split_blocks, tokenize
 
 __all__ = ["fidelity", "output_projection"]
@@ -60,7 +61,8 @@ def fidelity(
     """Fit every kernel on every layer and measure its outputs against softmax on held-out text.
 
     The first ``plan.skip_blocks`` blocks of the text are held out for the measures; the kernels see
-    the ``fit_blocks`` and ``validation_blocks`` after them. The model is not changed.
+    the ``fit_blocks`` and ``validation_blocks`` after them. The model is not changed. Several
+    processes of a launcher share the layers, and all of them end with the whole result.
 
     Args:
         loaded: an unconverted model. text: see :func:`linearize.text.tokenize`.
@@ -101,10 +103,13 @@ def fidelity(
         for name in kernels
         for seed in (seeds if _draws(name, layer.shape, plan) else seeds[:1])
     ]
+    processes = Processes.join()
+    own = {layer.index for layer in processes.share(chosen)}
+    own_work = [item for item in work if item[0].index in own]
     shelf = Parts(store, _settings(loaded, plan, tokens))
     done = {
         (run.layer, run.kernel, run.seed): run
-        for layer, name, seed in work
+        for layer, name, seed in own_work
         if (run := _stored(shelf, name, seed, layer.index)) is not None
     }
 
@@ -115,9 +120,9 @@ def fidelity(
 
     def report(message: str) -> None:
         if progress is not None:
-            progress(len(done), len(work), message)
+            progress(len(done), len(own_work), message)
 
-    open_work = [item for item in work if (item[0].index, *item[1:]) not in done]
+    open_work = [item for item in own_work if (item[0].index, *item[1:]) not in done]
     open_layers = {layer.index: layer for layer, _, _ in open_work}
     report("capturing activations" if open_work else "nothing left to do")
     blocks = [*division.prompts, *division.fit, *division.validation, *held_out]
@@ -125,7 +130,10 @@ def fidelity(
         layer = open_layers[arrived.index]
         pairs = [(name, seed) for one, name, seed in open_work if one is layer]
         _run_layer(arrived, layer, division, len(held_out), pairs, plan, projections, finished)
-    runs = [done[layer.index, name, seed] for layer, name, seed in work]
+    everyone = {
+        (run.layer, run.kernel, run.seed): run for run in processes.gather([*done.values()])
+    }
+    runs = [everyone[layer.index, name, seed] for layer, name, seed in work]
     return Fidelity(
         plan=_shared(plan),
         base=loaded.ref,
