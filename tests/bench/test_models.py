@@ -43,6 +43,9 @@ def test_decoding_is_timed_beside_softmax(name: str) -> None:
     else:
         assert grown == 45 * per_token  # only the layer that kept its softmax grows
     assert result.model_error < 1e-4
+    retained = per_token * long.context
+    assert long.state_bytes == long.converted_bytes - retained
+    assert long.state_tokens == long.state_bytes / (2 * per_token)
 
 
 def test_the_caches_continue_where_the_context_ends() -> None:
@@ -74,6 +77,8 @@ def test_heads_that_keep_their_softmax_are_filled_and_counted() -> None:
     assert long.status == "ok"
     assert long.converted_bytes is not None and short.converted_bytes is not None
     per_head = (8 + 8) * 4
+    assert long.state_bytes is not None
+    assert long.state_tokens == long.state_bytes / (per_head * (1 + 2))
     assert long.converted_bytes - short.converted_bytes == 45 * per_head * (2 + 1)
 
 

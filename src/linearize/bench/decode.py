@@ -52,6 +52,8 @@ class DecodePoint:
         converted_bytes, softmax_bytes: memory of one sequence: states, windows, sinks, and the keys
             and values of softmax layers.
         speedup: tokens per second, converted over softmax.
+        state_bytes: what the converted heads hold of one sequence.
+        state_tokens: as many tokens of these heads' keys and values take that memory.
     """
 
     context: int
@@ -63,6 +65,8 @@ class DecodePoint:
     converted_bytes: int | None = None
     softmax_bytes: int | None = None
     speedup: float | None = None
+    state_bytes: int | None = None
+    state_tokens: float | None = None
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,9 @@ def _point(
     timed = interleave(turns, repeats=repeats, budget=float("inf"))
     seconds = timed["converted"]["token"], timed["softmax"]["token"]
     speedup = seconds[1].median / seconds[0].median
-    return DecodePoint(context, "ok", None, error, *seconds, *sizes, speedup)
+    held = sum(states[_kind(linear)].nbytes for linear in target.layers.values())
+    token = sum(_key_bytes(linear.kernel.shape, element) for linear in target.layers.values())
+    return DecodePoint(context, "ok", None, error, *seconds, *sizes, speedup, held, held / token)
 
 
 def _kind(linear: LinearAttention) -> Any:

@@ -74,6 +74,13 @@ def decode_tables(result: DecodeBench) -> Shown:
         notes.append(
             f"converted, longest context against shortest: {timed[0] / timed[-1]:.3f} of the speed"
         )
+    measured = [point for point in result.points if point.state_bytes is not None]
+    if measured:
+        last = measured[-1]
+        notes.append(
+            f"converted heads hold {_megabytes(last.state_bytes)} MB, as {last.state_tokens:,.0f} "
+            "cached tokens of theirs would"
+        )
     notes += [result.method, *_target(result.settings), _machine(result.machine)]
     return [Rows(columns, rows, 0)], "\n".join(notes)
 
