@@ -175,14 +175,14 @@ def show_tasks(tasks: dict[str, Any], model: str, converted: bool) -> None:
 
 def show_harness(found: dict[str, Any], model: str, converted: bool) -> None:
     """Print the scores of lm-evaluation-harness, a metric's variants under each other."""
-    made = table("task", "metric", "model", "value", "compared by", left=3)
+    made = table("task", "metric", "compared by", "model", "value", left=4)
     variants = _rows(found, model, converted)
     for at, _ in enumerate(found["model"]):
         for name, scores in variants:
             score = scores[at]
             error = score["standard_error"]
             value = f"{score['value']:.4f}" + ("" if error is None else f" ± {error:.4f}")
-            made.add_row(score["task"], score["metric"], name, value, score["normalisation"])
+            made.add_row(score["task"], score["metric"], score["normalisation"], name, value)
     results.print(made)
     say(f"lm-evaluation-harness {found['versions']['lm-eval']}; ± is one standard error")
 
