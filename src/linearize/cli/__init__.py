@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from linearize.cli.adapt import adapt, merge
+from linearize.cli.adapt import adapt
 from linearize.cli.bench import bench
 from linearize.cli.coefficients import export_file, import_file
 from linearize.cli.common import Verbs, quiet
@@ -19,6 +19,7 @@ from linearize.cli.evaluate import evaluate
 from linearize.cli.fidelity import fidelity
 from linearize.cli.generate import generate
 from linearize.cli.kernels import kernels
+from linearize.cli.merge import merge
 from linearize.cli.probe import probe
 from linearize.cli.report import report
 

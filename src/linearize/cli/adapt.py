@@ -1,4 +1,4 @@
-"""`linearize adapt` and `linearize merge`: train LoRA and kernels, and fold LoRA into the weights."""
+"""`linearize adapt`: train LoRA and kernel parameters together, and save the best weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from torch import nn
@@ -37,14 +37,12 @@ from linearize.cli.common import (
     say,
     store_json,
 )
-from linearize.convert import ConversionReport
 from linearize.errors import CheckpointError, LinearizeError, OutputError
-from linearize.lora import lora_layers
 from linearize.output import check_writable
 from linearize.processes import Processes, complete_launch
 from linearize.report.data import read as read_report
 
-__all__ = ["adapt", "check_folder", "finished", "merge", "show"]
+__all__ = ["adapt", "check_folder", "finished", "show"]
 
 RANGES = (
     "UTF-8 text or .jsonl. FILE@A-B takes only blocks A to B (inclusive, from 0) of it, "
@@ -244,45 +242,6 @@ def adapt(
     store_json(json, {"folder": str(out), **adaptation.report.as_dict()})
 
 
-def merge(
-    folder: Annotated[
-        str, typer.Argument(metavar="DIR", help="An adapted folder.", show_default=False)
-    ],
-    out: Annotated[
-        Path, Option("--out", metavar="DIR", help="Folder to write.", show_default=False)
-    ],
-    overwrite: OverwriteOption = False,
-    json: JsonOption = None,
-) -> None:
-    """Fold LoRA into the weights: a folder that loads without peft and gives equal logits.
-
-    A folded softmax model is an ordinary Hugging Face folder; a folded converted one is what
-    `linearize convert` writes. Embeddings tied to the output projection stay tied.
-
-    Examples:
-
-    \b
-      linearize merge out/oal-adapted --out out/oal-merged
-    """
-    check_writable(out, overwrite)
-    loaded = load_model(folder)
-    count = len(lora_layers(loaded.model))
-    if not count:
-        raise CheckpointError(
-            f"merging {folder}", "a model without LoRA", "Give a folder of linearize adapt."
-        )
-    save(
-        loaded,
-        out,
-        merge=True,
-        overwrite=overwrite,
-        report=_conversion(folder),
-        accounts=_accounts(folder),
-    )
-    say(f"folded LoRA into {count} projections, saved to {out}")
-    store_json(json, {"folder": str(out), "projections": count})
-
-
 def show(report: AdaptationReport) -> None:
     """Print what the adaptation comes to."""
     settings = report.settings
@@ -387,21 +346,10 @@ def _store(
         out,
         adapter_only,
         overwrite=overwrite,
-        report=_conversion(model),
+        report=read_report(model).conversion if (Path(model) / REPORT).is_file() else None,
         accounts={ADAPTATION: adaptation.report.as_dict()},
     )
     events = work / "tensorboard"
     if events.is_dir():
         shutil.move(events, out / "tensorboard")
     shutil.rmtree(work, ignore_errors=True)
-
-
-def _conversion(folder: str) -> ConversionReport | None:
-    """The account of the conversion, if the folder holds one."""
-    return read_report(folder).conversion if (Path(folder) / REPORT).is_file() else None
-
-
-def _accounts(folder: str) -> dict[str, Any]:
-    """The account of the adaptation, if the folder holds one."""
-    report = read_adaptation(folder)
-    return {} if report is None else {ADAPTATION: report.as_dict()}
