@@ -147,11 +147,12 @@ def test_attention_transfer_lowers_the_error_of_the_outputs() -> None:
     assert result.report.curves.validated == [0, 12]
 
 
-def test_transfer_gives_the_gradients_of_the_definition() -> None:
+@pytest.mark.parametrize("variant", ["taylorshift", "oal in some heads"])
+def test_transfer_gives_the_gradients_of_the_definition(variant: str) -> None:
     """Layer by layer inside one pass, against all layers' errors on the original activations."""
     from linearize.adapt.transfer import transfer_backward
 
-    loaded = model("taylorshift")
+    loaded = tiny.converted(variant) if variant in tiny.MIXED else model(variant)
     ids = tiny.prompt(2, 20)
     found = transfer_backward(loaded.model, ids, 0.5)
     layers = converted_layers(loaded.model)
@@ -166,7 +167,9 @@ def test_transfer_gives_the_gradients_of_the_definition() -> None:
         scores = q @ k.repeat_interleave(ratio, 1).transpose(2, 3) * linear.kernel.shape.scale
         scores = scores.masked_fill(torch.ones(20, 20).tril() == 0, -torch.inf)
         target = scores.softmax(-1) @ v.repeat_interleave(ratio, 1)
-        output = linear(q, k, v, backend="pairwise")[0]
+        served = linear.heads or range(tiny.KV_HEADS)
+        target = target[:, [head * ratio + i for head in served for i in range(ratio)]]
+        output = linear(*linear.served(q, k, v), backend="pairwise")[0]
         total = total + (output - target).square().sum() / target.square().sum() / len(layers)
     assert found == pytest.approx(float(total.detach()), rel=1e-4)
     (0.5 * total).backward()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from linearize.attention import LinearAttention
+from linearize.attention import LinearAttention, take_heads
 from linearize.convert import converted_layers
 from linearize.interface import recording
 
@@ -44,9 +44,12 @@ def transfer_backward(model: PreTrainedModel, ids: Tensor, weight: float) -> flo
             target = functional.scaled_dot_product_attention(
                 q, k, wide, is_causal=True, scale=scale, enable_gqa=True
             )
+            wanted = target
+            if linear.heads is not None:
+                wanted = take_heads(target, linear.heads, k.shape[1])
             with torch.enable_grad():
-                output, _ = linear(q, k, wide)
-                loss = (output - target).square().sum() / target.square().sum()
+                output = linear.output(*linear.served(q, k, wide))
+                loss = (output - wanted).square().sum() / wanted.square().sum()
                 if loss.requires_grad:
                     (loss * (weight / count)).backward()
         losses.append(float(loss.detach()))
