@@ -27,7 +27,6 @@ from linearize.errors import ModelError, PlanError
 from linearize.lora import (
     LoraSettings,
     add_lora,
-    lora_disabled,
     lora_layers,
     lora_tensors,
     projections,
@@ -244,8 +243,10 @@ class _Run:
     def _loss(self, ids: Tensor) -> Tensor:
         teacher = None
         if self.settings.distill > 0:
-            with torch.no_grad(), original_attention(self.model), lora_disabled(self.model):
+            self.model.eval()
+            with torch.no_grad(), original_attention(self.model):
                 teacher = self._logits.hidden(ids)
+            self.model.train()
         return self._logits.loss(self._logits.hidden(ids), ids, teacher, self.settings.distill)
 
     def _batch(self, number: int) -> Tensor:
@@ -379,10 +380,12 @@ def _own_randomness(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _kernel_numbers(model: PreTrainedModel) -> int:
-    """Numbers of all converted layers that are trained, padding left out."""
-    layers = converted_layers(model).values()
-    gains = (linear.gain for linear in layers if linear.gain is not None)
-    return sum(layer.kernel.trainable_numbers for layer in layers) + sum(g.numel() for g in gains)
+    """Numbers of all converted layers that are trained, the padding of kernels left out."""
+    count = 0
+    for linear in converted_layers(model).values():
+        others = (p for name, p in linear.named_parameters() if not name.startswith("kernel."))
+        count += linear.kernel.trainable_numbers + sum(p.numel() for p in others)
+    return count
 
 
 @torch.no_grad()

@@ -220,7 +220,9 @@ def parse_bytes(text: str | None) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMG]?)(i?)B?", text.strip())
     if match is None:
-        raise PlanError(f"{text!r} bytes", "no number of bytes", 'Write it like "64MiB" or 1000000.')
+        raise PlanError(
+            f"{text!r} bytes", "no number of bytes", 'Write it like "64MiB" or 1000000.'
+        )
     number, prefix, binary = match.groups()
     power = " kMG".index(prefix.replace("K", "k") or " ")
     return int(float(number) * (1024 if binary else 1000) ** power)
