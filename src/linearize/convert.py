@@ -341,7 +341,8 @@ def rebuild(section: dict[str, Any]) -> tuple[dict[int, LinearAttention], dict[i
         index = int(key)
         names[index] = entry["name"]
         shape = HeadShape(**entry["shape"])
-        layers[index] = LinearAttention.from_plan(plan, shape, index, entry)
+        stored = entry | {"kernel": entry["kernel"]}  # without its settings nothing is rebuilt
+        layers[index] = LinearAttention.from_plan(plan, shape, index, stored)
     return layers, names, plan
 
 
