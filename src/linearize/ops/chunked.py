@@ -23,9 +23,9 @@ from linearize.ops.sums import WIDE, Sums, absorb, of_features, of_groups
 
 __all__ = ["attend"]
 
-CHUNK = 128  # of a kernel in grouped form
-SEGMENT = 16  # chunks worked on together
-PAIRS = 96  # times d / (G + 1): tokens up to which grouped weights cost less than states
+CHUNK = 256  # of a kernel in grouped form
+SEGMENT = 8  # chunks worked on together
+PAIRS = 390  # times d / (G + 8): tokens up to which grouped weights cost less than states
 FEATURES = 64  # chunk of a kernel with explicit features
 BYTES = 2**24  # of query features that exist at once, unless a single chunk has more
 
@@ -78,7 +78,7 @@ def attend(
     form = grouped_form(kernel, q[:, :, :1].to(kernel.dtype), k[:, :, :1].to(kernel.dtype))
     if form is not None:
         if chunk is None:
-            pairs = PAIRS * form.key.shape[-1] // form.factor.shape[-1]
+            pairs = PAIRS * form.key.shape[-1] // (form.factor.shape[-1] + 7)
             chunk = tokens if fresh and tokens <= pairs else CHUNK
         segment = chunk * SEGMENT
     else:

@@ -22,8 +22,10 @@ from linearize.ops.scores import GroupLayout, PairWeights
 
 __all__ = ["grouped_sums"]
 
-BLOCK = 128  # tokens whose features exist at once
-TILE = (128, 128)  # queries and keys whose weights exist at once
+BLOCK = 256  # tokens whose features exist at once, and
+BLOCK_BYTES = 2**25  # of them, over which the block is smaller
+TILE = (64, 256)  # queries and keys whose weights exist at once, and
+TILE_BYTES = 2**23  # of their group scores, over which the tile is narrower
 
 
 class _Plan(NamedTuple):
@@ -105,8 +107,11 @@ class _Call:
         self.heads, self.kv_heads, self.tokens = q.shape[0], k.shape[0], q.shape[1]
         self.coefficients = coefficients.unflatten(0, (self.kv_heads, -1))[:, :, None]
         self.chunks = _cut(slice(0, self.tokens), plan.chunk)
-        self.block = min(BLOCK, plan.chunk)
-        self.tile = (min(TILE[0], plan.chunk), min(TILE[1], plan.chunk))
+        token = (self.heads + self.kv_heads) * coefficients.shape[1] * q.element_size()
+        self.block = max(1, min(BLOCK, plan.chunk, BLOCK_BYTES // token))
+        rows = min(TILE[0], plan.chunk)
+        column = rows * self.heads * lower.shape[1] * q.element_size()
+        self.tile = (rows, max(1, min(TILE[1], plan.chunk, TILE_BYTES // column)))
         self.u_of_heads = u.repeat_interleave(self.heads // self.kv_heads, dim=0)
         self.pairs = PairWeights(q, k, plan.layout, lower, plan.eps, plan.scale, self.tile)
         self._made: PackedProducts | None = None

@@ -11,6 +11,8 @@ from torch import Tensor
 
 __all__ = ["GroupLayout", "PairWeights"]
 
+CONTIGUOUS = torch.contiguous_format
+
 
 class GroupLayout:
     """Coordinates sorted by group, every group padded to its size in the largest head.
@@ -101,8 +103,9 @@ class PairWeights:
 
     def start_backward(self) -> None:
         """Zero the gradients that :meth:`backward` adds to."""
-        self._grad_q = torch.zeros_like(self._q)
-        self._grad_k = torch.zeros_like(self._k)
+        # coordinates in front: a group of few would make a narrow product
+        self._grad_q = torch.zeros_like(self._q.transpose(1, 2), memory_format=CONTIGUOUS)
+        self._grad_k = torch.zeros_like(self._k.transpose(1, 2), memory_format=CONTIGUOUS)
         self._grad_lower = torch.zeros_like(self._lower)
         self._inner = self._lower[:, 1:].contiguous()  # the constant has no gradient
         self._by_group = torch.empty_like(self._components)
@@ -121,13 +124,14 @@ class PairWeights:
         for group in range(len(bounds) - 1):
             part = slice(bounds[group], bounds[group + 1])
             score = by_group[:, group].view(heads, queries, count)
-            self._grad_q[:, rows, part] += torch.bmm(score, self._k[:, keys, part])
-            self._grad_k[:, keys, part] += torch.bmm(score.transpose(1, 2), self._q[:, rows, part])
+            q, k = self._q[:, rows, part].transpose(1, 2), self._k[:, keys, part].transpose(1, 2)
+            self._grad_q[:, part, rows] += torch.bmm(k, score.transpose(1, 2))
+            self._grad_k[:, part, keys] += torch.bmm(q, score)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and L after all tiles."""
-        grad_q = self._layout.gather(self._grad_q) * (2 * self._scale)
-        grad_k = self._layout.gather(self._grad_k)
+        grad_q = self._layout.gather(self._grad_q.transpose(1, 2)) * (2 * self._scale)
+        grad_k = self._layout.gather(self._grad_k.transpose(1, 2))
         grad_k = 2 * grad_k.unflatten(0, (self._kv_heads, -1)).sum(1)
         return grad_q, grad_k, (2 * self._grad_lower).tril()
 
