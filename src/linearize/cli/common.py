@@ -31,7 +31,7 @@ from typer.core import TyperGroup
 from linearize.checkpoint import load
 from linearize.errors import LinearizeError, OutputError, PlanError
 from linearize.models import Loaded
-from linearize.output import write_json
+from linearize.output import check_writable, write_json
 from linearize.plan import Plan
 from linearize.text import read
 
@@ -59,6 +59,7 @@ __all__ = [
     "notes",
     "parse_bytes",
     "parse_options",
+    "parts_folder",
     "progress",
     "quiet",
     "results",
@@ -226,6 +227,29 @@ def parse_bytes(text: str | None) -> int | None:
     number, prefix, binary = match.groups()
     power = " kMG".index(prefix.replace("K", "k") or " ")
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def parts_folder(out: Path | None, json: Path | None, resume: bool, overwrite: bool) -> Path | None:
+    """Where a run keeps its finished parts: in its folder, or beside its JSON.
+
+    Raises:
+        PlanError: nothing to resume from. OutputError: results of an earlier run would be lost.
+    """
+    parts = out / "parts" if out else json.with_suffix(".parts") if json else None
+    if resume and parts is None:
+        raise PlanError("--resume", "no folder to resume from", "Name it by --out or --json.")
+    if out is not None:
+        check_writable(out, overwrite=True)
+    for folder in (out, parts):
+        if folder is None or resume or overwrite:
+            continue
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise OutputError(
+                f"a new run in {folder}",
+                "results or parts of an earlier one",
+                "Add --resume to go on with them, --overwrite to start anew, or choose another place.",
+            )
+    return parts
 
 
 @contextmanager

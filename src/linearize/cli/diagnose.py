@@ -32,6 +32,7 @@ from linearize.cli.common import (
     check_texts,
     load_model,
     note,
+    parts_folder,
     progress,
     results,
     say,
@@ -40,7 +41,7 @@ from linearize.cli.common import (
 )
 from linearize.diagnose import tables
 from linearize.diagnose.retained_error import CONTROLS, KERNELS, POSITIONS
-from linearize.errors import OutputError, PlanError
+from linearize.errors import PlanError
 from linearize.kernels import get
 from linearize.models import Loaded, attention_layers
 from linearize.output import write_json, write_text
@@ -174,6 +175,8 @@ def diagnose(
     names = [name.strip() for name in kernels.split(",")]
     for name in names:
         get(name)
+    needed = "retained-error" in chosen
+    parts = parts_folder(out, json if needed or resume else None, resume, overwrite)
     settings = Settings(
         head,
         names,
@@ -183,7 +186,7 @@ def diagnose(
         sinks,
         window,
         center,
-        _parts(out, json, resume, overwrite, "retained-error" in chosen),
+        parts if needed else None,
     )
     plan = Plan(
         layers=layers or "all",
@@ -236,26 +239,6 @@ def _three(loaded: Loaded) -> tuple[int, ...]:
     """Layers at 1/6, 1/2 and 5/6 of the depth: 4, 12 and 20 of the paper's 24."""
     count = len(attention_layers(loaded.model))
     return tuple(sorted({count // 6, count // 2, 5 * count // 6}))
-
-
-def _parts(
-    out: Path | None, json: Path | None, resume: bool, overwrite: bool, needed: bool
-) -> Path | None:
-    """Where finished parts are kept, refusing early to lose anything."""
-    parts = out / "parts" if out else json.with_suffix(".parts") if json else None
-    if resume and parts is None:
-        raise PlanError("--resume", "no folder to resume from", "Name it by --out or --json.")
-    parts = parts if needed else None
-    for folder in (out, parts):
-        if folder is None or resume or overwrite:
-            continue
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise OutputError(
-                f"a new run in {folder}",
-                "results or parts of an earlier one",
-                "Add --resume to go on with them, --overwrite to start anew, or choose another place.",
-            )
-    return parts
 
 
 def _show(diagnostic: Diagnostic, result: Any) -> None:

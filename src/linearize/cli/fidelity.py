@@ -27,6 +27,7 @@ from linearize.cli.common import (
     check_texts,
     load_model,
     note,
+    parts_folder,
     progress,
     results,
     say,
@@ -34,11 +35,11 @@ from linearize.cli.common import (
     table,
 )
 from linearize.cli.evaluation import DEFAULT_TEXT
-from linearize.errors import OutputError, PlanError
+from linearize.errors import PlanError
 from linearize.evaluate import Errors, Fidelity
 from linearize.evaluate import fidelity as measure
 from linearize.kernels import available, get
-from linearize.output import check_writable, write_text
+from linearize.output import write_text
 from linearize.plan import Plan
 from linearize.processes import Processes, complete_launch
 from linearize.report.fidelity_figure import fidelity_chart
@@ -127,7 +128,7 @@ def fidelity(
     )
     chosen = _names(kernels)
     drawn = _seeds(seeds)
-    parts = _parts(out, json, resume, overwrite)
+    parts = parts_folder(out, json, resume, overwrite)
     paths = check_texts(text)
     if paths is None:
         note(f"no --text: using {DEFAULT_TEXT}")
@@ -230,24 +231,6 @@ def _seeds(text: str | None) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise PlanError(f"seeds {text!r}", "no list of integers", "Write --seeds 0,1,2.") from None
-
-
-def _parts(out: Path | None, json: Path | None, resume: bool, overwrite: bool) -> Path | None:
-    """Where finished parts are kept, refusing early to lose some."""
-    if out is not None:
-        check_writable(out, overwrite=True)
-    parts = out / "parts" if out else json.with_suffix(".parts") if json else None
-    if parts is None:
-        if resume:
-            raise PlanError("--resume", "no folder to resume from", "Name it by --out or --json.")
-        return None
-    if parts.is_dir() and any(parts.iterdir()) and not (resume or overwrite):
-        raise OutputError(
-            f"a new run in {parts}",
-            "parts of an earlier one",
-            "Add --resume to go on with them, --overwrite to start anew, or choose another place.",
-        )
-    return parts
 
 
 def _with_time_left(advance: Callable[[int, int, str], None]) -> Callable[[int, int, str], None]:
