@@ -134,10 +134,10 @@ def evaluate(
 ) -> None:
     """Measure perplexity on blocks of a text, and accuracy on tasks.
 
-    A converted model is shown beside its softmax reference: the same weights with the original
-    attention. The result of a converted folder is also stored in it, for `linearize report`. Blocks
-    do not overlap and no token is added; the first token of a block is not scored, and an
-    incomplete last block is dropped.
+    A converted model is shown beside its softmax reference: the original model, which has the same
+    weights and no LoRA. The result of a converted folder is also stored in it, for `linearize
+    report`. Blocks do not overlap and no token is added; the first token of a block is not scored,
+    and an incomplete last block is dropped.
 
     Tasks are zero-shot. Options are compared by their mean log-likelihood per token (piqa,
     hellaswag) or per character (arc_easy). With tasks and no --text, perplexity is left out.

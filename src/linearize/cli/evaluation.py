@@ -115,7 +115,7 @@ def show_perplexity(result: dict[str, Any], converted: bool) -> None:
     softmax = details["softmax"]
     if softmax is not None:
         made.add_row(
-            "softmax, same weights",
+            "softmax, the original",
             f"{result['softmax_perplexity']:.3f}",
             f"{softmax['nll']:.4f}",
             "1",
@@ -202,7 +202,7 @@ def store_beside(folder: Path, result: dict[str, Any]) -> None:
 
 def _rows(entry: dict[str, Any], model: str, converted: bool) -> list[tuple[str, Any]]:
     """What was measured, with the names it has in tables; the reference first."""
-    softmax = [] if entry["softmax"] is None else [("softmax, same weights", entry["softmax"])]
+    softmax = [] if entry["softmax"] is None else [("softmax, the original", entry["softmax"])]
     return [
         *softmax,
         ("converted" if converted else model, entry["model"]),

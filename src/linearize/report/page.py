@@ -156,7 +156,7 @@ def _accuracies(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """One row a task: accuracies with standard errors of softmax, the converted model, its parts."""
     rows = []
     for task in evaluation.get("tasks", {}).values():
-        measured = {"softmax, the same weights": task["softmax"], "converted": task["model"]}
+        measured = {"softmax, the original model": task["softmax"], "converted": task["model"]}
         rows.append(
             task
             | {"measured": {k: v for k, v in (measured | task["parts"]).items() if v is not None}}
