@@ -6,6 +6,7 @@ inputs are kept for the gradient, which is in closed form.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from linearize.ops.partial import Partial
 
 __all__ = ["band_partial"]
 
-BLOCK = 64
+BLOCK = 32
 KEYS = 1024  # wider windows are read block by block, each only as far as it reaches
 NEVER = -1e30  # a logit that counts for nothing; finite, so that a block without keys stays finite
+LOG2E = math.log2(
+    math.e
+)  # logits are to base 2: exp2 is the faster one, above all where it underflows
 
 
 def band_partial(
@@ -95,9 +99,10 @@ class _Band(torch.autograd.Function):
         weights, _ = call.weights()
         grad = call.blocks(grad_sums)
         grad_u = weights.transpose(-1, -2) @ grad
-        grad_logits = (grad @ call.u.transpose(-1, -2)).mul_(weights).mul_(call.scale)
-        grad_q = call.join(grad_logits @ call.k)
-        grad_k, grad_sink_k = call.spread(grad_logits.transpose(-1, -2) @ call.q)
+        grad_logits = (grad @ call.u.transpose(-1, -2)).mul_(weights)
+        grad_q = call.join(grad_logits @ call.k).mul_(call.scale)
+        grad_keys = (grad_logits.transpose(-1, -2) @ call.q).mul_(1 / LOG2E)
+        grad_k, grad_sink_k = call.spread(grad_keys)
         grad_u, grad_sink_u = call.spread(grad_u)
         return grad_q, grad_k, grad_u, grad_sink_k, grad_sink_u, None, None, None
 
@@ -126,7 +131,7 @@ class _Call:
         # the first block's first query sees `reach` keys back, some before the first key
         self.ahead = self.reach - 1 - (self.seen - self.tokens)
         self.sinks = sink_k.shape[2]
-        self.q = self.blocks(q)
+        self.q = self.blocks(q) * (self.scale * LOG2E)
         self.k = self.windows(k, sink_k)
         self.u = self.windows(u, sink_u)
         self._mask, self._sink_count = mask, sink_count
@@ -172,13 +177,12 @@ class _Call:
     def weights(self) -> tuple[Tensor, Tensor]:
         """``e^(s - m)``, ``[B, Hkv, nb, r·b, S + w + b - 1]``, and every query's log-scale m."""
         logits = self.q @ self.k.transpose(-1, -2)
-        logits.mul_(self.scale)
         by_head = logits.unflatten(3, (self.ratio, self.size))
         by_head += self._allowed(logits)
         # the bound makes all weights zero where no key is seen
         largest = logits.amax(-1, keepdim=True).clamp_(min=NEVER / 2)
-        logits.sub_(largest).exp_()
-        return logits, largest.masked_fill(largest == NEVER / 2, -torch.inf)
+        logits.sub_(largest).exp2_()
+        return logits, (largest / LOG2E).masked_fill_(largest == NEVER / 2, -torch.inf)
 
     def _allowed(self, like: Tensor) -> Tensor:
         """Zero where a query may see a key, else ``NEVER``: ``[B, 1, nb, 1, b, S + w + b - 1]``."""

@@ -28,6 +28,7 @@ SEGMENT = 8  # chunks worked on together
 PAIRS = 390  # times d / (G + 8): tokens up to which grouped weights cost less than states
 FEATURES = 64  # chunk of a kernel with explicit features
 BYTES = 2**24  # of query features that exist at once, unless a single chunk has more
+KEPT = 1024  # bytes of one token's features up to which they are kept for the gradient
 
 
 class _Settings(NamedTuple):
@@ -58,7 +59,8 @@ def attend(
     """Causal attention from ``state``, in time linear in N; see :func:`linearize.ops.pairwise.attend`.
 
     Memory beyond inputs and outputs does not depend on N without gradients; with gradients what is
-    kept is of the size of the inputs, and a state for every segment; the rest is computed again.
+    kept is of the size of the inputs and of small features, and a state for every segment; the rest
+    is computed again.
 
     Args:
         chunk: tokens between two states; by default what costs least.
@@ -75,6 +77,7 @@ def attend(
     tokens = q.shape[2]
     if key_mask is None:
         key_mask = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device)
+    gradient, recompute = torch.is_grad_enabled(), False
     form = grouped_form(kernel, q[:, :, :1].to(kernel.dtype), k[:, :, :1].to(kernel.dtype))
     if form is not None:
         if chunk is None:
@@ -84,17 +87,18 @@ def attend(
     else:
         if chunk is None:
             chunk = CHUNK if state.sums.shape[2] > WIDE else FEATURES
-        row = q.shape[0] * q.shape[1] * state.sums.shape[2] * state.sums.element_size()
-        segment = chunk * max(1, min(SEGMENT, BYTES // (chunk * row)))
+        width = state.sums.shape[2] * state.sums.element_size()
+        row = q.shape[0] * q.shape[1] * width
+        segment = chunk * max(1, min(4 * SEGMENT, BYTES // (chunk * row)))
+        recompute = gradient and width > KEPT
     settings = _Settings(scale, sinks, window, chunk, None if form is None else grouped)
-    gradient = torch.is_grad_enabled()
     whole = v.new_empty(*q.shape[:3], v.shape[-1]) if not gradient and segment < tokens else None
     outputs = []
     for start in range(0, tokens, segment):
         part = slice(start, min(start + segment, tokens))
         keep = return_state or part.stop < tokens
         inputs = (q[:, :, part], k[:, :, part], v[:, :, part], key_mask[:, part], state)
-        if gradient and form is None:
+        if recompute:
             output, state = checkpoint(
                 _segment, kernel, *inputs, fresh, keep, settings, use_reentrant=False
             )
