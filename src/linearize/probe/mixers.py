@@ -16,6 +16,7 @@ from linearize.grouping import contributions, fixed_groups
 from linearize.kernels import HeadShape, Kernel, get
 from linearize.kernels.oal import OAL
 from linearize.ops import kernel_attention
+from linearize.ops.partial import exact_partial, merge, with_ones
 
 __all__ = ["PAIRWISE_UP_TO", "KernelMixer", "ShortConvolution", "engine", "projection"]
 
@@ -112,9 +113,12 @@ class KernelMixer(nn.Module):
         return q, k, v
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
-        """Normalised attention ``[B, H, N, dv]``; for softmax every key is in the exact window."""
-        window = q.shape[2] if self.kernel.exact else 0
-        scale = self.kernel.shape.scale
+        """Normalised attention ``[B, H, N, dv]``; softmax keeps every key exact."""
+        tokens, scale = q.shape[2], self.kernel.shape.scale
+        if self.kernel.exact and backend == "pairwise":  # only the exact piece of the engine
+            causal = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+            return merge([exact_partial(q, k, with_ones(v), causal, scale)])
+        window = tokens if self.kernel.exact else 0
         return kernel_attention(
             self.kernel.map(), q, k, v, scale=scale, window=window, backend=backend
         )[0]
