@@ -26,6 +26,7 @@ from linearize.cli.common import (
     table,
 )
 from linearize.cli.evaluation import DEFAULT_TEXT
+from linearize.cli.mqar import mqar
 from linearize.convert import converted_layers, original_attention
 from linearize.errors import PlanError
 from linearize.output import check_writable, new_folder, write_json, write_text
@@ -41,6 +42,9 @@ probe = typer.Typer(
     rich_markup_mode=None,
     help="Measure what a model can look up in its context.",
 )
+
+
+probe.command("mqar", no_args_is_help=True)(mqar)
 
 
 @probe.command("retrieval", no_args_is_help=True)

@@ -23,7 +23,7 @@ from linearize.probe.model import RecallModel
 from linearize.probe.mqar import RecallTask
 from linearize.probe.training import Recipe, accuracy, train
 
-__all__ = ["PRESETS", "Point", "Row", "Settings", "points", "run_point", "sweep"]
+__all__ = ["PRESETS", "Point", "Row", "Settings", "check_points", "points", "run_point", "sweep"]
 
 Progress = Callable[[int, int, str], None]
 
@@ -202,6 +202,17 @@ def points(
     return list(dict.fromkeys(found))
 
 
+def check_points(chosen: Sequence[Point], settings: Settings) -> None:
+    """Refuse tasks and models that are not possible, before any work.
+
+    Raises:
+        PlanError: one of them is not.
+    """
+    for point in {(p.mixer, p.length, p.width): p for p in chosen}.values():
+        settings.task(point.length)
+        _model(point, settings)
+
+
 def run_point(
     point: Point,
     settings: Settings,
@@ -275,9 +286,7 @@ def sweep(
         PlanError: a task or model is not possible, found before any work.
         CheckpointError: a stored row is damaged or was made with other settings.
     """
-    for point in {(p.mixer, p.length, p.width): p for p in chosen}.values():
-        settings.task(point.length)
-        _model(point, settings)
+    check_points(chosen, settings)
     parts = Parts(store, _as_json(settings))
     rows = {point: row for point in chosen if (row := _stored(parts, point)) is not None}
     missing = [point for point in chosen if point not in rows]
