@@ -151,6 +151,7 @@ class LinearAttention(nn.Module):
         state: State | None = None,
         backend: str = "auto",
         return_state: bool = True,
+        overwrite: bool = False,
     ) -> tuple[Tensor, State | None]:
         """``q [B, Hq, N, d]``, new keys and values ``[B, Hkv, N, ·]`` -> output and next state.
 
@@ -169,6 +170,7 @@ class LinearAttention(nn.Module):
                 state=state,
                 backend=backend,
                 return_state=return_state,
+                overwrite=overwrite,
             )
 
     def output(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

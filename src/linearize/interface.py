@@ -122,6 +122,7 @@ def _linear(
     layer, linear.cache_layer = linear.cache_layer, None
     state = None if layer is None else layer.state
     given: dict[str, Any] = dict(key_mask=key_mask, state=state, return_state=layer is not None)
+    given["overwrite"] = True  # the cache layer takes the new state
     if linear.heads is None:
         output, state = linear(q, k, v, **given)
         output = output.transpose(1, 2).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from linearize.ops import Features, State, Weights, chunked, grouped, kernel_attention, sums
+from linearize.ops import (
+    Features,
+    State,
+    Weights,
+    chunked,
+    grouped,
+    kernel_attention,
+    recurrent,
+    sums,
+)
 from linearize.ops.features import grouped_form
 from linearize.ops.pairwise import attend as pairwise_attend
 from linearize.ops.quadratic import GroupedQuadratic, packed_coefficients, quadratic_features
@@ -218,3 +228,68 @@ def test_long_windows_and_sequences_equal_the_definition(window: int) -> None:
     wanted = pairwise_attend(case.kernel, case.q, case.k, case.v, **settings_of(case))
     for name, engine in engines(case).items():
         assert_close(engine(), wanted, torch.float64, "output", name)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("window", [0, 3])
+def test_a_state_is_overwritten_only_if_it_is_given_up(overwrite: bool, window: int) -> None:
+    """Also where the first tokens of a call leave its sums as they are."""
+    case = make(tokens=14, kv_heads=2, ratio=2, window=window, sinks=1)
+    call = settings_of(case)
+    head, tail = (
+        [x[:, :, part] for x in (case.q, case.k, case.v)] for part in (slice(2), slice(2, 14))
+    )
+    _, state = recurrent.attend(case.kernel, *head, **call)
+    before = state.sums.clone()
+    output, after = recurrent.attend(case.kernel, *tail, **call, state=state, overwrite=overwrite)
+    wanted = pairwise_attend(case.kernel, case.q, case.k, case.v, **call)
+    assert_close(output, wanted[:, :, 2:], torch.float64, "output")
+    assert torch.equal(state.sums, before) is not overwrite
+    assert (after.sums.data_ptr() == state.sums.data_ptr()) is overwrite
+
+
+def test_a_state_with_gradients_is_never_overwritten() -> None:
+    case = make(tokens=6)
+    v = case.v.clone().requires_grad_()
+    _, state = recurrent.attend(
+        case.kernel, case.q[:, :, :3], case.k[:, :, :3], v[:, :, :3], scale=0.5
+    )
+    tail = (x[:, :, 3:] for x in (case.q, case.k, v))
+    output, _ = recurrent.attend(case.kernel, *tail, scale=0.5, state=state, overwrite=True)
+    wanted = pairwise_attend(case.kernel, case.q, case.k, v, scale=case.scale)[:, :, 3:]
+    for a, b in zip(gradients(output, None, [v]), gradients(wanted, None, [v]), strict=True):
+        assert_close(a, b, torch.float64, "gradient")
+
+
+def test_a_state_made_in_inference_mode_is_kept_out_of_it() -> None:
+    """Such tensors cannot be changed outside; decoding goes on with a new one."""
+    case = make(tokens=6)
+    with torch.inference_mode():
+        _, state = recurrent.attend(
+            case.kernel, *(x[:, :, :3] for x in (case.q, case.k, case.v)), scale=0.5
+        )
+    with torch.no_grad():
+        tail = (x[:, :, 3:] for x in (case.q, case.k, case.v))
+        output, _ = recurrent.attend(case.kernel, *tail, scale=0.5, state=state, overwrite=True)
+    wanted = pairwise_attend(case.kernel, case.q, case.k, case.v, scale=0.5)[:, :, 3:]
+    assert_close(output, wanted, torch.float64, "output")
+
+
+@pytest.mark.parametrize("engine", [chunked, recurrent])
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_state_stored_in_half_is_rounded_and_nothing_else(engine: Any, window: int) -> None:
+    """It keeps its precision through calls, and the sums are those of fp32 up to its rounding."""
+    case = make(tokens=24, dim=3, window=window, dtype=torch.float32)
+    call = settings_of(case)
+    _, state = chunked.attend(
+        case.kernel, *(x[:, :, :20] for x in (case.q, case.k, case.v)), **call
+    )
+    tail = [x[:, :, 20:] for x in (case.q, case.k, case.v)]
+    assert state is not None
+    output, after = engine.attend(case.kernel, *tail, **call, state=state.stored_in(torch.bfloat16))
+    exact, other = engine.attend(case.kernel, *tail, **call, state=state)
+    assert after.sums.dtype == torch.bfloat16
+    assert output.dtype == torch.float32
+    size = other.sums.abs().amax()
+    assert float((after.sums - other.sums).abs().max()) <= 5 * 2**-8 * float(size)
+    assert not torch.equal(output, exact)

@@ -51,6 +51,7 @@ def kernel_attention(
     state: State | None = None,
     backend: str = "auto",
     return_state: bool = True,
+    overwrite: bool = False,
 ) -> tuple[Tensor, State | None]:
     """Causal normalised attention with any kernel map, optional exact sinks and window.
 
@@ -65,6 +66,8 @@ def kernel_attention(
         backend: ``"pairwise"``, ``"chunked"``, ``"recurrent"``, ``"triton"`` or ``"auto"``, which
             takes triton for tensors on CUDA where it can run, else what :func:`resolve_backend` says.
         return_state: whether the state after the last token is wanted; without it less is computed.
+        overwrite: ``state`` is given up: its memory may hold the next state. Decoding without it
+            makes a new state for every token.
 
     Returns:
         ``[B, Hq, N, dv]`` in ``v``'s dtype, and the state after the last token (``None`` if it is not
@@ -94,7 +97,7 @@ def kernel_attention(
     if name == "triton":
         call |= {"grouped": triton.of_groups, "chunk": triton.chunk_of(q.shape[2])}
     if name == "recurrent":
-        output, after = recurrent.attend(kernel, q, k, v, **call)
+        output, after = recurrent.attend(kernel, q, k, v, **call, overwrite=overwrite)
         return output, after if return_state else None
     return chunked.attend(kernel, q, k, v, **call, return_state=return_state)
 

@@ -153,7 +153,7 @@ def _segment(
     elif not fresh or torch.is_grad_enabled():
         joins = torch.zeros_like(key_mask)
         some = query[:, :, :1] if fresh else query  # zeros for all, but parameters stay connected
-        read = state_partial(kernel.query_features(some), state.sums, state.log_scale)
+        read = state_partial(kernel.query_features(some), state.sums_in(dtype), state.log_scale)
         log = read.log_scale
         partials = [
             Partial(
@@ -186,7 +186,8 @@ def _segment(
         return output, state
     if sums is not None:
         assert sums.state is not None
-        after = replace(after, sums=sums.state, log_scale=sums.log_scale)
+        kept = sums.state.to(state.sums.dtype)
+        after = replace(after, sums=kept, log_scale=sums.log_scale)
     stay = slice(leaving, None)
     return output, replace(
         after,
@@ -211,7 +212,7 @@ def _kernel_sums(
     grouped = settings.grouped
     form = grouped_form(kernel, q, k) if grouped else None
     if grouped and form:
-        before = None if fresh else state.sums
+        before = None if fresh else state.sums_in(q.dtype)
         return grouped(form, u, before, chunk=settings.chunk, keep_state=keep)
     return of_features(
         kernel,
@@ -219,8 +220,7 @@ def _kernel_sums(
         k,
         u,
         joins,
-        state.sums,
-        state.log_scale,
+        state,
         fresh=fresh,
         chunk=settings.chunk,
         keep_state=keep,
@@ -232,18 +232,11 @@ def _narrowed(kernel: KernelMap, state: State, window: int) -> State:
     out = slice(0, state.recent_keys.shape[2] - window)
     stay = slice(out.stop, None)
     is_sink = state.sink_mask(state.recent_mask)
-    sums, log_scale = absorb(
-        kernel,
-        state.sums,
-        state.log_scale,
-        state.recent_keys[:, :, out].to(kernel.dtype),
-        with_ones(state.recent_values[:, :, out].to(kernel.dtype)),
-        (state.recent_mask & ~is_sink)[:, out],
-    )
+    joins = (state.recent_mask & ~is_sink)[:, out]
+    k = state.recent_keys[:, :, out].to(kernel.dtype)
+    u = with_ones(state.recent_values[:, :, out].to(kernel.dtype), joins)
     return replace(
-        state,
-        sums=sums,
-        log_scale=log_scale,
+        absorb(kernel, state, k, u, joins),
         recent_keys=state.recent_keys[:, :, stay],
         recent_values=state.recent_values[:, :, stay],
         recent_mask=state.recent_mask[:, stay],

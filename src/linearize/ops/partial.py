@@ -90,16 +90,17 @@ def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor, scale: float) -
     return Partial(_apply(torch.exp(logits - _finite(log_scale)), u), log_scale)
 
 
-def local_partial(weights: Weights, u: Tensor, mask: Tensor) -> Partial:
-    """Kernel weights applied pair by pair, where ``mask`` (``[B, 1 | Hq, n, m]``) allows."""
+def local_partial(weights: Weights, u: Tensor, mask: Tensor | None) -> Partial:
+    """Kernel weights applied pair by pair, where ``mask`` (``[B, 1 | Hq, n, m]``; ``None``: all) allows."""
     values, query_log, key_log = weights
     log_scale = query_log
     if key_log is not None:
-        allowed = key_log.masked_fill(~mask, -torch.inf)
+        allowed = key_log if mask is None else key_log.masked_fill(~mask, -torch.inf)
         reference = allowed.detach().amax(-1, keepdim=True)
         values = values * torch.exp(allowed - _finite(reference))
         log_scale = reference if query_log is None else query_log + reference
-    return Partial(_apply(values.masked_fill(~mask, 0), u), log_scale)
+    values = values if mask is None else values.masked_fill(~mask, 0)
+    return Partial(_apply(values, u), log_scale)
 
 
 def state_partial(query: Features, sums: Tensor, log_scale: Tensor | None) -> Partial:

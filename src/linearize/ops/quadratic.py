@@ -7,6 +7,7 @@ sections 4.1 and 4.3). Both are read from one packed symmetric state of ``1 + d 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ __all__ = [
     "packed_coefficients",
     "quadratic_features",
 ]
+
+FEW = 4  # tokens up to which a gather of all pairs is faster than a loop over rows
 
 
 def feature_count(dim: int) -> int:
@@ -108,6 +111,10 @@ class GroupedQuadratic(DimensionQuadratic):
     def weights(self, q: Tensor, k: Tensor) -> Weights:
         """``G + 1`` small products of group-weighted queries with the keys, squared and summed."""
         heads, kv_heads, keys = q.shape[1], k.shape[1], k.transpose(-1, -2)
+        if q.shape[2] == k.shape[2] == 1:  # one pair: all components at once
+            contributions = (q.unflatten(1, (kv_heads, -1)) * k[:, :, None]).flatten(1, 2)
+            components = contributions @ self._slope + self._offset[:, None]
+            return Weights(components.square_().sum(-1, keepdim=True) + self._eps)
         total: Tensor | float = self._eps
         for component in range(self._offset.shape[1]):
             weighted = q * self._slope[:, None, :, component]
@@ -171,6 +178,10 @@ class _QuadraticFeatures(torch.autograd.Function):
 
 def _products(x: Tensor) -> Tensor:
     dim = x.shape[-1]
+    if x.shape[-2] <= FEW:
+        rows, columns = _pairs(dim, x.device)
+        products = x.index_select(-1, rows) * x.index_select(-1, columns)
+        return torch.cat([torch.ones_like(x[..., :1]), x, products], dim=-1)
     features = x.new_empty(*x.shape[:-1], feature_count(dim))
     features[..., 0] = 1
     features[..., 1 : 1 + dim] = x
@@ -182,6 +193,7 @@ def _products(x: Tensor) -> Tensor:
     return features
 
 
+@cache
 def _pairs(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows, columns = torch.triu_indices(dim, dim, device=device)
     return rows, columns

@@ -18,8 +18,8 @@ class State:
     """Constant-size state of one attention layer. Hs is Hkv for a shared state, else Hq.
 
     Attributes:
-        sums: ``[B, Hs, F, dv + 1]``: sum of key features times ``[v; 1]`` over the keys that left the
-            window and are no sinks.
+        sums: ``[B, Hs, F, dv + 1]``, in the kernel's precision unless :meth:`stored_in`: sum of key
+            features times ``[v; 1]`` over the keys that left the window and are no sinks.
         log_scale: ``[B, Hs, 1, 1]``: the true sums are ``sums * exp(log_scale)``; ``None`` while
             the kernel's features carry no scale.
         recent_keys, recent_values, recent_mask: the last ``min(window, seen)`` tokens,
@@ -57,6 +57,17 @@ class State:
             sink_values=v.new_zeros(batch, kv_heads, sinks, v.shape[-1]),
             real=torch.zeros(batch, dtype=torch.long, device=k.device),
         )
+
+    def sums_in(self, dtype: torch.dtype) -> Tensor:
+        """The sums in the precision ``dtype`` in which they are added to and read."""
+        return self.sums if self.sums.dtype == dtype else self.sums.to(dtype)
+
+    def stored_in(self, dtype: torch.dtype) -> State:
+        """The same state with its sums kept in ``dtype`` from now on; half a type saves memory only.
+
+        Sums are read and added in the kernel's precision, and rounded once a call.
+        """
+        return replace(self, sums=self.sums.to(dtype))
 
     def sink_mask(self, local_mask: Tensor) -> Tensor:
         """Which of the recent and the new tokens (``[B, w + n]``, true for real) are sinks.

@@ -5,6 +5,7 @@ Queries and keys are aligned: query i meets the keys 0 … i of the stretch, and
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from linearize.ops.partial import Partial, combine, local_partial, state_partial
 from linearize.ops.product import product_sums
 from linearize.ops.quadratic import packed_coefficients
 from linearize.ops.scores import GroupLayout
+from linearize.ops.state import State
 
 __all__ = ["WIDE", "Sums", "absorb", "of_features", "of_groups"]
 
@@ -73,8 +75,7 @@ def of_features(
     k: Tensor,
     u: Tensor,
     joins: Tensor,
-    state: Tensor,
-    log_scale: Tensor | None,
+    state: State,
     *,
     fresh: bool,
     chunk: int,
@@ -85,13 +86,13 @@ def of_features(
     Args:
         kernel: the kernel. q, k: ``[B, Hq, N, d]``, ``[B, Hkv, N, d]`` in its precision.
         u: ``[B, Hkv, N, c]``, zero where ``joins [B, N]`` is false.
-        state, log_scale: before the first token, as in :class:`linearize.ops.state.State`.
-        fresh: whether the state is still zero.
+        state: before the first token. fresh: whether its sums are still zero.
         chunk: tokens between two states. keep_state: whether the state after them is wanted.
     """
-    tokens = q.shape[2]
-    if state.shape[2] > WIDE:
-        return _chunk_by_chunk(kernel, q, k, u, joins, state, log_scale, chunk)
+    tokens, log_scale = q.shape[2], state.log_scale
+    if state.sums.shape[2] > WIDE:
+        return _chunk_by_chunk(kernel, q, k, u, joins, state, chunk)
+    sums = None if fresh else state.sums_in(q.dtype)
     behind = -tokens % min(chunk, tokens)
     if behind:
         q, k, u = (pad(x, (0, 0, 0, behind)) for x in (q, k, u))
@@ -103,20 +104,20 @@ def of_features(
         largest, smallest = _range(log.detach(), log_scale)
         if bool((largest - smallest > RANGE[q.dtype]).any()):
             q, k, u, joins = q[:, :, :tokens], k[:, :, :tokens], u[:, :, :tokens], joins[:, :tokens]
-            return _chunk_by_chunk(kernel, q, k, u, joins, state, log_scale, chunk)
+            return _chunk_by_chunk(kernel, q, k, u, joins, state, chunk)
         reference = largest.masked_fill(largest == -torch.inf, 0)
         key = Features(key.values * torch.exp(log - reference))
-        if log_scale is not None:
-            state = state * torch.exp(log_scale - reference)
+        if sums is not None and log_scale is not None:
+            sums = sums * torch.exp(log_scale - reference)
         log_scale = largest
     heads = key.values.shape[1]
     if heads != u.shape[1]:
         u = u.repeat_interleave(heads // u.shape[1], dim=1)
-    sums, after = product_sums(
+    y, after = product_sums(
         query.values,
         key.values,
         u,
-        state=None if fresh else state,
+        state=sums,
         chunk=min(chunk, tokens),
         keep_state=keep_state,
     )
@@ -124,37 +125,59 @@ def of_features(
     if reference is not None:
         reference = reference.repeat_interleave(q.shape[1] // heads, dim=1)
         query_log = reference if query_log is None else query_log + reference
-        query_log = query_log.expand(*sums.shape[:3], 1)
+        query_log = query_log.expand(*y.shape[:3], 1)
     if query_log is not None:
         query_log = query_log[:, :, :tokens]
-    return Sums(Partial(sums[:, :, :tokens], query_log), after, log_scale)
+    return Sums(Partial(y[:, :, :tokens], query_log), after, log_scale)
 
 
 def absorb(
     kernel: KernelMap,
-    sums: Tensor,
-    total: Tensor | None,
+    state: State,
     k: Tensor,
     u: Tensor,
-    joins: Tensor,
-) -> tuple[Tensor, Tensor | None]:
-    """Add keys ``k [B, Hkv, m, d]`` with ``u = [v; 1]`` to a state where ``joins [B, m]``.
+    joins: Tensor | None,
+    *,
+    overwrite: bool = False,
+) -> State:
+    """The state with the keys ``k [B, Hkv, m, d]`` and ``u = [v; 1]`` in its sums.
 
-    The state and its log-scale are those of :class:`linearize.ops.state.State`.
+    ``joins [B, m]`` says which take part (``None``: all); u is zero for the others. With ``overwrite``
+    the memory of ``state.sums`` is used again where no gradient is recorded.
     """
     features, log_scale = kernel.key_features(k)
-    u = u.masked_fill(~joins[:, None, :, None], 0)
-    if not kernel.shared_state:
+    sums, total = state.sums_in(kernel.dtype), state.log_scale
+    if features.shape[1] != u.shape[1]:
         u = u.repeat_interleave(features.shape[1] // u.shape[1], dim=1)
+    shrink: Tensor | None = None
     if log_scale is not None:
         assert total is not None
-        log_scale = log_scale.masked_fill(~joins[:, None, :, None], -torch.inf)
+        if joins is not None:
+            log_scale = log_scale.masked_fill(~joins[:, None, :, None], -torch.inf)
         new = torch.maximum(total, log_scale.detach().amax(2, keepdim=True))
         reference = new.masked_fill(new == -torch.inf, 0)
-        sums = sums * torch.exp(total - reference)
+        shrink = torch.exp(total - reference)
         u = u * torch.exp(log_scale - reference)
         total = new
-    return sums + features.transpose(-1, -2) @ u, total
+    if overwrite and sums.dtype == state.sums.dtype and _free(sums, features, u, shrink):
+        if shrink is not None:
+            sums.mul_(shrink)
+        if features.shape[2] == 1:
+            sums.addcmul_(features.transpose(-1, -2), u)
+        else:
+            sums += features.transpose(-1, -2) @ u
+    else:
+        sums = sums if shrink is None else sums * shrink
+        sums = (sums + features.transpose(-1, -2) @ u).to(state.sums.dtype)
+    return replace(state, sums=sums, log_scale=total)
+
+
+def _free(sums: Tensor, *others: Tensor | None) -> bool:
+    """Whether ``sums`` may be changed in place by the others."""
+    if sums.is_inference() and not torch.is_inference_mode_enabled():
+        return False
+    tensors = (sums, *others)
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
 def _range(log: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -173,8 +196,7 @@ def _chunk_by_chunk(
     k: Tensor,
     u: Tensor,
     joins: Tensor,
-    state: Tensor,
-    log_scale: Tensor | None,
+    state: State,
     chunk: int,
 ) -> Sums:
     """The same with the kernel's own weights, and a common scale of key features only within a chunk.
@@ -188,9 +210,11 @@ def _chunk_by_chunk(
         causal = torch.ones(queries.shape[2], queries.shape[2], dtype=torch.bool, device=q.device)
         mask = (causal.tril() & joins[:, None, part])[:, None]
         inside = local_partial(kernel.weights(queries, keys), values, mask)
-        read = state_partial(kernel.query_features(queries), state, log_scale)
+        sums = state.sums_in(q.dtype)
+        read = state_partial(kernel.query_features(queries), sums, state.log_scale)
         partials.append(combine([read, inside]))
-        state, log_scale = absorb(kernel, state, log_scale, keys, values, joins[:, part])
-    sums = torch.cat([partial.sums for partial in partials], dim=2)
+        state = absorb(kernel, state, keys, values, joins[:, part])
+    y = torch.cat([partial.sums for partial in partials], dim=2)
     logs = [partial.log_scale for partial in partials if partial.log_scale is not None]
-    return Sums(Partial(sums, torch.cat(logs, dim=2) if logs else None), state, log_scale)
+    total = Partial(y, torch.cat(logs, dim=2) if logs else None)
+    return Sums(total, state.sums, state.log_scale)
