@@ -78,14 +78,15 @@ def only_where(partial: Partial, taken: Tensor) -> Partial:
     return Partial(partial.sums, log_scale.masked_fill(~taken, -torch.inf))
 
 
-def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor, scale: float) -> Partial:
+def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None, scale: float) -> Partial:
     """Softmax weights ``e^s`` of ``q [B, Hq, n, d]`` over ``k [B, Hkv, m, d]`` where ``mask`` allows.
 
-    ``u`` is ``[B, Hkv, m, dv + 1]``; ``mask`` broadcasts to ``[B, Hq, n, m]``.
+    ``u`` is ``[B, Hkv, m, dv + 1]``; ``mask`` broadcasts to ``[B, Hq, n, m]``; ``None`` allows all.
     """
     heads = q.shape[1]
     logits = unfold_heads(fold_heads(q * scale, k.shape[1]) @ k.transpose(-1, -2), heads)
-    logits = logits.masked_fill(~mask, -torch.inf)
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
     log_scale = logits.detach().amax(-1, keepdim=True)
     return Partial(_apply(torch.exp(logits - _finite(log_scale)), u), log_scale)
 

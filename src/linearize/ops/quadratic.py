@@ -179,8 +179,8 @@ class _QuadraticFeatures(torch.autograd.Function):
 def _products(x: Tensor) -> Tensor:
     dim = x.shape[-1]
     if x.shape[-2] <= FEW:
-        rows, columns = _pairs(dim, x.device)
-        products = x.index_select(-1, rows) * x.index_select(-1, columns)
+        rows, columns = (at.expand(*x.shape[:-1], -1) for at in _pairs(dim, x.device))
+        products = x.gather(-1, rows) * x.gather(-1, columns)
         return torch.cat([torch.ones_like(x[..., :1]), x, products], dim=-1)
     features = x.new_empty(*x.shape[:-1], feature_count(dim))
     features[..., 0] = 1

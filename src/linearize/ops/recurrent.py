@@ -10,6 +10,7 @@ from torch import Tensor
 from linearize.ops.features import KernelMap
 from linearize.ops.partial import (
     Partial,
+    combine,
     exact_partial,
     local_partial,
     merge,
@@ -72,62 +73,74 @@ def _step(
     Read through the state, the only key of a first token would return its value times a quotient of
     two sums that are rounded apart: off by percents where its weight is near the kernel's floor.
     """
-    query = q.to(kernel.dtype)
-    read = state_partial(kernel.query_features(query), state.sums_in(kernel.dtype), state.log_scale)
+    dtype = kernel.dtype
+    query = q.to(dtype)
+    partial = state_partial(kernel.query_features(query), state.sums_in(dtype), state.log_scale)
     if not (sinks or window or state.recent_keys.shape[2]):
-        return _pure_step(kernel, query, k, v, key_mask, state, read, overwrite)
+        state = replace(state, real=state.real + (1 if key_mask is None else key_mask.sum(1)))
+        keys, u = k.to(dtype), with_ones(v.to(dtype), key_mask)
+        partial = _with_pair(kernel, query, keys, u, key_mask, partial)
+        state = absorb(kernel, state, keys, u, key_mask, overwrite=overwrite)
+        return merge([partial]).to(v.dtype), state
+
     if key_mask is None:
         key_mask = torch.ones(q.shape[0], 1, dtype=torch.bool, device=q.device)
-    dtype = kernel.dtype
-    partials = [read]
-    in_state = state.real - state.recent_mask.sum(1) > sinks
     local_k = torch.cat([state.recent_keys, k], dim=2)
     local_v = torch.cat([state.recent_values, v], dim=2)
     local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
-    is_sink = state.sink_mask(local_mask)
-    taken = local_mask & ~is_sink
-    state = state.with_sinks(k, v, key_mask, is_sink[:, -1:])
+    gone_before = state.real - state.recent_mask.sum(1)
+    in_state = gone_before > sinks
+    taken: Tensor | None = local_mask  # `None` says that every local key takes part
+    if bool((gone_before >= sinks).all()):  # all sinks have left the window
+        state = replace(state, real=state.real + key_mask.sum(1))
+        filled = None
+        taken = None if bool(local_mask.all()) else local_mask
+    else:
+        is_sink = state.sink_mask(local_mask)
+        taken = local_mask & ~is_sink
+        state = state.with_sinks(k, v, key_mask, is_sink[:, -1:])
+        filled = torch.arange(sinks, device=q.device) < state.real[:, None]
     leaving = max(0, local_k.shape[2] - window)
+    keep, gone = slice(leaving, None), slice(0, leaving)
     if leaving:
-        gone = slice(0, leaving)
-        joins = taken[:, gone]
+        joins = None if taken is None else taken[:, gone]
         u, keys = with_ones(local_v[:, :, gone].to(dtype), joins), local_k[:, :, gone].to(dtype)
-        partials.append(local_partial(kernel.weights(query, keys), u, joins[:, None, None]))
-        in_state = in_state | joins.any(1)
+        partial = _with_pair(kernel, query, keys, u, joins, partial)
+        in_state = in_state | (True if joins is None else joins.any(1))
         state = absorb(kernel, state, keys, u, joins, overwrite=overwrite)
-    keep = slice(leaving, None)
     state = replace(
         state,
         recent_keys=local_k[:, :, keep],
         recent_values=local_v[:, :, keep],
         recent_mask=local_mask[:, keep],
     )
-    if sinks or window:
-        partials = [only_where(partial, in_state[:, None, None, None]) for partial in partials]
-        filled = torch.arange(sinks, device=q.device) < state.real[:, None]
-        mask = torch.cat([filled, taken[:, keep]], dim=1)
-        exact_k = torch.cat([state.sink_keys, state.recent_keys], dim=2).to(dtype)
-        exact_v = torch.cat([state.sink_values, state.recent_values], dim=2).to(dtype)
-        exact_u = with_ones(exact_v, mask)
-        partials.append(exact_partial(query, exact_k, exact_u, mask[:, None, None], scale))
-    return merge(partials).to(v.dtype), state
+    if not (sinks or window):
+        return merge([partial]).to(v.dtype), state
+    mask: Tensor | None = None
+    if filled is not None or taken is not None:
+        mask = torch.cat(
+            [_true(filled, local_mask, sinks), _true(taken, local_mask, None)[:, keep]], 1
+        )
+    exact_k = torch.cat([state.sink_keys, state.recent_keys], dim=2).to(dtype)
+    exact_v = torch.cat([state.sink_values, state.recent_values], dim=2).to(dtype)
+    allowed = None if mask is None else mask[:, None, None]
+    exact = exact_partial(query, exact_k, with_ones(exact_v, mask), allowed, scale)
+    return merge([only_where(partial, in_state[:, None, None, None]), exact]).to(v.dtype), state
 
 
-def _pure_step(
-    kernel: KernelMap,
-    query: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    state: State,
-    read: Partial,
-    overwrite: bool,
-) -> tuple[Tensor, State]:
-    """The step without exact keys: the token joins the state at once."""
-    keys, u = k.to(kernel.dtype), with_ones(v.to(kernel.dtype), key_mask)
-    allowed = None if key_mask is None else key_mask[:, None, None]
-    inside = local_partial(kernel.weights(query, keys), u, allowed)
-    count = 1 if key_mask is None else key_mask.sum(1)
-    state = replace(state, real=state.real + count)
-    state = absorb(kernel, state, keys, u, key_mask, overwrite=overwrite)
-    return merge([read, inside]).to(v.dtype), state
+def _with_pair(
+    kernel: KernelMap, q: Tensor, k: Tensor, u: Tensor, joins: Tensor | None, read: Partial
+) -> Partial:
+    """What was read from the state and, pair by pair, the keys ``k [B, Hkv, m, d]``."""
+    mask = None if joins is None else joins[:, None, None]
+    pair = local_partial(kernel.weights(q, k), u, mask)
+    if pair.log_scale is read.log_scale is None:
+        return Partial(read.sums + pair.sums, None)
+    return combine([read, pair])
+
+
+def _true(mask: Tensor | None, like: Tensor, count: int | None) -> Tensor:
+    """``mask``, or trues for ``None``: ``[B, count]``, by default of the shape of ``like``."""
+    if mask is not None:
+        return mask
+    return like.new_ones(like.shape[0], like.shape[1] if count is None else count)
