@@ -57,6 +57,13 @@ def test_a_sweep_is_taken_up_and_widened(run: Run, tmp_path: Path) -> None:
         for row in json.loads(file.read_text(encoding="utf-8"))["rows"]
         if row["mixer"] == "none"
     ] == rows
+    added = run(*TINY, "--mixers", "oal", "--lrs", "0.02", "--json", file, "--resume")
+    assert added.exit_code == 0, added.output
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    assert {(row["mixer"], row["lr"]) for row in stored["rows"]} == {
+        *(("oal", 0.02), ("none", 0.01), ("based", 0.01))
+    }
+    assert len(stored["rows"]) == 6 and len(stored["cells"]) == 3
     other = run(*TINY, "--mixers", "none", "--pairs", "2", "--json", file, "--resume")
     assert other.exit_code == 2 and "pairs=2" in other.stderr
 

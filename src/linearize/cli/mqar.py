@@ -28,7 +28,7 @@ from linearize.output import write_text
 from linearize.probe.catalogue import DEFAULT, ladder, mixer_names, mixer_title
 from linearize.probe.mqar import FILLS
 from linearize.probe.summary import Cell, cells
-from linearize.probe.sweep import PRESETS, Settings, check_points, points, sweep
+from linearize.probe.sweep import PRESETS, Settings, check_points, points, stored_rows, sweep
 from linearize.report.recall_figures import recall_figures
 from linearize.versions import versions
 
@@ -108,8 +108,9 @@ def mqar(
     positions: of the positions with at least half of a query's largest weight, and soft, of the
     weights themselves.
 
-    Every finished point is a file in DIR/parts (with --json FILE alone: beside it, in FILE.parts);
-    --resume goes on with those. Figures are written to DIR.
+    Every finished point is a file in DIR/parts (with --json FILE alone: beside it, in FILE.parts).
+    --resume goes on with those, and may add others: the result covers all points of the folder.
+    Figures are written to DIR.
 
     Examples:
 
@@ -155,6 +156,8 @@ def mqar(
             device=device,
             progress=advance if notes.is_terminal else _finished_only(advance),
         )
+    if parts is not None:
+        rows += [row for row in stored_rows(parts, settings) if row not in rows]
     summed = cells(rows)
     _show(summed, settings)
     seconds = time.perf_counter() - started

@@ -110,7 +110,8 @@ def _decaying_average(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) 
     """``Σ_j w_tj v_j / Σ_j w_tj``, channel by channel.
 
     ``w_tj = e^{k_j - (t-1-j) e^{decay}}`` before t, ``e^{k_t + first}`` at t. ``[B, N, C]`` -> the
-    same. Sums carry a running maximum of the exponents, so nothing overflows.
+    same. Sums carry a running maximum of the exponents, so nothing overflows; it cancels, and needs
+    no gradient.
     """
     rate = decay.exp()
     total = weight = torch.zeros_like(key[:, 0])
@@ -118,11 +119,11 @@ def _decaying_average(decay: Tensor, first: Tensor, key: Tensor, value: Tensor) 
     outputs = []
     for k, v in zip(key.unbind(1), value.unbind(1), strict=True):
         now = k + first
-        top = torch.maximum(largest, now)
+        top = torch.maximum(largest, now.detach())
         past, present = (largest - top).exp(), (now - top).exp()
         outputs.append((past * total + present * v) / (past * weight + present))
         faded = largest - rate
-        top = torch.maximum(faded, k)
+        top = torch.maximum(faded, k).detach()
         past, present = (faded - top).exp(), (k - top).exp()
         total, weight, largest = past * total + present * v, past * weight + present, top
     return torch.stack(outputs, dim=1)

@@ -23,7 +23,17 @@ from linearize.probe.model import RecallModel
 from linearize.probe.mqar import RecallTask
 from linearize.probe.training import Recipe, accuracy, train
 
-__all__ = ["PRESETS", "Point", "Row", "Settings", "check_points", "points", "run_point", "sweep"]
+__all__ = [
+    "PRESETS",
+    "Point",
+    "Row",
+    "Settings",
+    "check_points",
+    "points",
+    "run_point",
+    "stored_rows",
+    "sweep",
+]
 
 Progress = Callable[[int, int, str], None]
 
@@ -92,7 +102,7 @@ PRESETS: dict[str, Preset] = {
         ),
         lengths=(64, 128),
         widths=(32, 64),
-        lrs=(1e-3, 3e-3),
+        lrs=(3e-3, 1e-2),
         seeds=(0, 1, 2),
     ),
     # As published with ReBased; a sweep for a GPU.
@@ -288,7 +298,7 @@ def sweep(
     """
     check_points(chosen, settings)
     parts = Parts(store, _as_json(settings))
-    rows = {point: row for point in chosen if (row := _stored(parts, point)) is not None}
+    rows = {point: row for point in chosen if (row := _row(parts, point.name)) is not None}
     missing = [point for point in chosen if point not in rows]
     if rows:
         progress(len(rows), len(chosen), "taken up")
@@ -301,6 +311,17 @@ def sweep(
             f"{point.name}: {row.test:.3f} after {row.steps} steps, {row.core_seconds:.0f} s",
         )
     return [rows[point] for point in chosen]
+
+
+def stored_rows(store: str | Path, settings: Settings) -> list[Row]:
+    """Every finished row in a folder, by name; sweeps over other points may share it.
+
+    Raises:
+        CheckpointError: one is damaged or was made with other settings.
+    """
+    parts = Parts(store, _as_json(settings))
+    rows = (_row(parts, file.stem) for file in sorted(Path(store).glob("*.json")))
+    return [row for row in rows if row is not None]
 
 
 def _run(
@@ -377,13 +398,13 @@ def _as_json(settings: Settings) -> dict[str, Any]:
     return value
 
 
-def _stored(parts: Parts, point: Point) -> Row | None:
-    value = parts.get(point.name)
+def _row(parts: Parts, name: str) -> Row | None:
+    value = parts.get(name)
     try:
         return None if value is None else Row(**value)
     except TypeError as error:
         raise CheckpointError(
-            f"the stored row {point.name}",
+            f"the stored row {name}",
             f"{error}",
             "Delete its file; it will be made again.",
         ) from error
