@@ -24,10 +24,10 @@ from linearize.ops.sums import WIDE, Sums, absorb, of_features, of_groups
 __all__ = ["attend"]
 
 CHUNK = 256  # of a kernel in grouped form
-SEGMENT = 8  # chunks worked on together
+SEGMENT = 4  # chunks worked on together
 PAIRS = 390  # times d / (G + 8): tokens up to which grouped weights cost less than states
 FEATURES = 64  # chunk of a kernel with explicit features
-BYTES = 2**24  # of query features that exist at once, unless a single chunk has more
+BYTES = 2**22  # of query features that exist at once, unless a single chunk has more
 KEPT = 1024  # bytes of one token's features up to which they are kept for the gradient
 
 

@@ -23,7 +23,7 @@ from linearize.ops.scores import GroupLayout, PairWeights
 __all__ = ["grouped_sums"]
 
 BLOCK = 256  # tokens whose features exist at once, and
-BLOCK_BYTES = 2**25  # of them, over which the block is smaller
+BLOCK_BYTES = 7 * 2**22  # of them, over which the block is smaller
 TILE = (64, 256)  # queries and keys whose weights exist at once, and
 TILE_BYTES = 2**23  # of their group scores, over which the tile is narrower
 
@@ -108,7 +108,8 @@ class _Call:
         self.coefficients = coefficients.unflatten(0, (self.kv_heads, -1))[:, :, None]
         self.chunks = _cut(slice(0, self.tokens), plan.chunk)
         token = (self.heads + self.kv_heads) * coefficients.shape[1] * q.element_size()
-        self.block = max(1, min(BLOCK, plan.chunk, BLOCK_BYTES // token))
+        most = max(1, min(BLOCK, BLOCK_BYTES // token))
+        self.block = math.ceil(plan.chunk / math.ceil(plan.chunk / most))
         rows = min(TILE[0], plan.chunk)
         column = rows * self.heads * lower.shape[1] * q.element_size()
         self.tile = (rows, max(1, min(TILE[1], plan.chunk, TILE_BYTES // column)))
