@@ -204,6 +204,7 @@ def _show(summed: Sequence[Cell], settings: Settings) -> None:
                 f"{cell.steps:,.0f}",
                 f"{cell.core_seconds:.0f}",
             )
+        made.columns[0].no_wrap = True
         results.print(made)
         task = settings.task(length)
         say(
