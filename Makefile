@@ -46,5 +46,5 @@ $(BIN)/python:
 	@touch $@
 
 .venv/.installed-dev: .venv/.installed
-	$(PIP) -e '.[dev,adapt]'
+	$(PIP) -e '.[dev,adapt,triton]'
 	@touch $@
