@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import tiny
 from linearize.cache import LinearCacheLayer, cache_bytes
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import ModelError
 from tolerances import assert_close
 

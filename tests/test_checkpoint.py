@@ -22,7 +22,7 @@ import linearize
 import tiny
 from linearize import Loaded
 from linearize.checkpoint import ADAPTER, KERNELS, REPORT
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.errors import CheckpointError, LinearizeError, OutputError
 from tolerances import assert_close
 

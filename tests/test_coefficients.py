@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from linearize import Plan, convert
 from linearize.coefficients import export_coefficients, import_coefficients
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.errors import CheckpointError
 from linearize.models import Loaded
 

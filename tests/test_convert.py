@@ -14,7 +14,7 @@ import linearize
 import tiny
 from linearize import Loaded
 from linearize.attention import LinearAttention
-from linearize.convert import attach, converted_layers, original_attention
+from linearize.converted import attach, converted_layers, original_attention
 from linearize.errors import LinearizeError, ModelError, PlanError, TextError
 from linearize.fitting import Activations
 from linearize.interface import use_interface

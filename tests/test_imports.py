@@ -7,13 +7,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "linearize"
 
 LAYERS = (  # lowest first; a new top-level module or package is placed here
-    ("errors", "versions", "plan", "output", "parts", "processes"),
+    ("errors", "versions", "plan", "output", "parts", "tensors", "processes"),
     ("ops",),
     ("grouping", "fitting"),
     ("kernels", "transform"),
     ("attention",),
     ("interface", "models", "text", "capture", "lora"),
-    ("selection", "allocation", "cache", "convert", "checkpoint", "coefficients"),
+    ("selection", "allocation", "cache", "converted", "convert", "checkpoint", "coefficients"),
     ("adapt", "evaluate", "diagnose", "probe", "bench"),
     ("report",),
     ("cli",),

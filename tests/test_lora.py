@@ -11,7 +11,7 @@ from torch import nn
 import linearize
 import tiny
 from linearize import Loaded
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import CheckpointError, PlanError
 from linearize.lora import (
     LORA,

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 import linearize
 import tiny
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import PlanError
 from linearize.selection import STRIDE, TOKENS
 

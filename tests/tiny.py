@@ -23,7 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import linearize
 from linearize import Loaded, Plan
 from linearize.attention import LinearAttention
-from linearize.convert import attach, check_layers, converted_layers
+from linearize.convert import check_layers
+from linearize.converted import attach, converted_layers
 from linearize.interface import recording, use_interface
 from linearize.models import attention_layers
 

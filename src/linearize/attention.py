@@ -98,8 +98,8 @@ class LinearAttention(nn.Module):
         cls = kernels.get(plan.kernel)
         known = {"rank": plan.state_rank, "heads": None, **(settings or {})}
         rank, heads = known["rank"], known["heads"]
-        if rank is not None:
-            _check_rank(cls, rank, shape)
+        if rank is not None or plan.state_budget is not None:
+            _check_rank(cls, rank or 1, shape)
         served = shape
         if heads is not None:
             heads = tuple(heads)

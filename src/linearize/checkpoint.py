@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from linearize.attention import LinearAttention
-from linearize.convert import ConversionReport, attach, converted_layers, rebuild
+from linearize.convert import ConversionReport
+from linearize.converted import attach, converted_layers, rebuild
 from linearize.errors import CheckpointError, LinearizeError, PlanError
 from linearize.lora import (
     lora_layers,
@@ -25,6 +26,7 @@ from linearize.lora import (
 from linearize.models import Loaded, attention_layers, load_pretrained
 from linearize.output import new_folder, write_json
 from linearize.plan import Plan
+from linearize.tensors import check_tensors
 from linearize.versions import versions
 
 __all__ = ["ADAPTER", "REPORT", "load", "load_adapter", "save"]
@@ -260,16 +262,12 @@ def _fill(layers: dict[int, LinearAttention], names: dict[int, str], folder: Pat
         for index, linear in layers.items()
         for key, value in linear.state_dict().items()
     }
-    for key in sorted(expected.keys() | stored.keys()):
-        there, wanted = stored.get(key), expected.get(key)
-        if there is None or wanted is None or there.shape != wanted.shape:
-            found = "missing" if there is None else f"of shape {tuple(there.shape)}"
-            asked = "no such tensor" if wanted is None else f"shape {tuple(wanted.shape)}"
-            raise CheckpointError(
-                f"{key} with {asked}",
-                f"it {found} in {folder / KERNELS}",
-                "The kernels belong to another plan; load them with the plan they were saved with.",
-            )
+    check_tensors(
+        expected,
+        stored,
+        source=str(folder / KERNELS),
+        remedy="The kernels belong to another plan; load them with the plan they were saved with.",
+    )
     for index, linear in layers.items():
         own = {key: stored[f"{index}.{key}"] for key in linear.state_dict()}
         linear.load_state_dict(own)

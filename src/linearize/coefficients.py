@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from linearize.attention import LinearAttention
-from linearize.convert import ConversionReport, attach, check_layers, converted_layers
+from linearize.convert import ConversionReport, check_layers
+from linearize.converted import attach, converted_layers
 from linearize.errors import CheckpointError
 from linearize.kernels.oal import OAL
 from linearize.models import AttentionLayer, Loaded, attention_layers

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -12,15 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.allocation import allocate
-from linearize.attention import LinearAttention, Part
-from linearize.cache import hand_over_cache
+from linearize.attention import LinearAttention
 from linearize.capture import LayerCapture, capture
+from linearize.converted import attach, converted_layers
 from linearize.errors import PlanError
 from linearize.fitting import Calibration
 from linearize.grouping import contributions
-from linearize.interface import set_interface
-from linearize.kernels import HeadShape, get
-from linearize.lora import lora_disabled
+from linearize.kernels import get
 from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.plan import Plan
 from linearize.processes import Processes
@@ -32,14 +29,8 @@ __all__ = [
     "Conversion",
     "ConversionReport",
     "LayerReport",
-    "attach",
     "calibrate",
     "convert",
-    "converted_layers",
-    "describe",
-    "only_part",
-    "original_attention",
-    "rebuild",
 ]
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what was done
@@ -237,8 +228,6 @@ def check_layers(
             f"attention with {' and '.join(blocked[0].obstacles)}, which linear attention would drop",
             f"Convert only layers without: {free}." if free else "This model cannot be converted.",
         )
-    if plan.state_budget is not None and not get(plan.kernel).projects:
-        plan = plan.model_copy(update={"state_rank": 1})  # the refusal is the same
     for layer in chosen:
         _unfitted(layer, plan, {})  # bad options show before work
     return chosen
@@ -247,103 +236,6 @@ def check_layers(
 def _unfitted(layer: AttentionLayer, plan: Plan, ranks: dict[int, int]) -> LinearAttention:
     settings = {"rank": ranks[layer.index]} if layer.index in ranks else {}
     return LinearAttention.from_plan(plan, layer.shape, layer.index, settings)
-
-
-def converted_layers(model: PreTrainedModel) -> dict[int, LinearAttention]:
-    """The converted layers of a model by zero-based index."""
-    found: dict[int, LinearAttention] = {}
-    for module in model.modules():
-        linear, index = (
-            getattr(module, "linear_attention", None),
-            getattr(module, "layer_idx", None),
-        )
-        if isinstance(linear, LinearAttention) and isinstance(index, int):
-            found[index] = linear
-    return found
-
-
-@contextmanager
-def original_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let a converted model run with its softmax attention for a while: the reference beside it.
-
-    LoRA is off as well: what runs is the model before conversion and adaptation.
-    Caches made inside the block do not fit outside it, and the other way round.
-    """
-    layers = [linear for linear in converted_layers(model).values() if linear.active]
-    for linear in layers:
-        linear.active = False
-    try:
-        with lora_disabled(model):
-            yield
-    finally:
-        for linear in layers:
-            linear.active = True
-
-
-@contextmanager
-def only_part(model: PreTrainedModel, part: Part) -> Iterator[None]:
-    """Run a converted model for a while with only its exact keys, or only its kernels.
-
-    Hybrids are known to bypass their linear part; the three scores side by side show it. Caches
-    made inside the block do not fit outside it.
-    """
-    layers = list(converted_layers(model).values())
-    before = [linear.part for linear in layers]
-    for linear in layers:
-        linear.part = part
-    try:
-        yield
-    finally:
-        for linear, one in zip(layers, before, strict=True):
-            linear.part = one
-
-
-def attach(
-    model: PreTrainedModel,
-    fitted: dict[int, LinearAttention],
-    names: dict[int, str],
-    plan: Plan,
-    base: str | None,
-) -> None:
-    """Give attention modules their linear attention, and the configuration its account of it."""
-    for index, linear in fitted.items():
-        module = model.get_submodule(names[index])
-        module.linear_attention = linear
-        module.register_forward_pre_hook(hand_over_cache, with_kwargs=True)
-    set_interface(model)
-    model.config.linearize = describe(fitted, names, plan, base)
-
-
-def describe(
-    fitted: dict[int, LinearAttention], names: dict[int, str], plan: Plan, base: str | None
-) -> dict[str, Any]:
-    """The ``linearize`` section of a configuration: all that rebuilds the structure, as JSON."""
-    return {
-        "plan": plan.model_dump(mode="json"),
-        "base": base,
-        "versions": versions(),
-        "layers": {
-            str(index): {
-                "name": names[index],
-                "shape": asdict(linear.shape),
-                **linear.settings(),
-            }
-            for index, linear in sorted(fitted.items())
-        },
-    }
-
-
-def rebuild(section: dict[str, Any]) -> tuple[dict[int, LinearAttention], dict[int, str], Plan]:
-    """Unfilled layers, module names and plan from a ``linearize`` section."""
-    plan = Plan(**section["plan"])
-    layers, names = {}, {}
-    for key, entry in section["layers"].items():
-        index = int(key)
-        names[index] = entry["name"]
-        shape = HeadShape(**entry["shape"])
-        stored = entry | {"kernel": entry["kernel"]}  # without its settings nothing is rebuilt
-        layers[index] = LinearAttention.from_plan(plan, shape, index, stored)
-    return layers, names, plan
 
 
 def calibrate(

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from linearize.errors import BackendError, CheckpointError, PlanError
 from linearize.models import attention_layers
 from linearize.output import write_json
+from linearize.tensors import check_tensors
 
 __all__ = [
     "LORA",
@@ -240,16 +241,13 @@ def fill_lora(model: nn.Module, stored: dict[str, Tensor], source: str) -> None:
         CheckpointError: tensors are missing, unexpected or of another shape.
     """
     wanted = lora_tensors(model)
-    for name in sorted(wanted.keys() | stored.keys()):
-        there, own = stored.get(name), wanted.get(name)
-        if there is None or own is None or there.shape != own.shape:
-            asked = "no such tensor" if own is None else f"shape {tuple(own.shape)}"
-            found = "it missing" if there is None else f"it of shape {tuple(there.shape)}"
-            raise CheckpointError(
-                f"LoRA {name} with {asked}",
-                f"{found} in {source}",
-                "Use the base and the settings it was made with.",
-            )
+    check_tensors(
+        wanted,
+        stored,
+        source=source,
+        remedy="Use the base and the settings it was made with.",
+        label="LoRA ",
+    )
     with torch.no_grad():
         for name, own in wanted.items():
             own.copy_(stored[name])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,7 @@ from linearize.output import write_text
 
 __all__ = ["Parts", "model_identity", "text_identity"]
 
+T = TypeVar("T")
 IDENTITY = 64  # numbers of every weight that tell one model from another
 
 
@@ -55,6 +57,22 @@ class Parts:
                     "Resume with the settings, text and model of the first run, or use another folder.",
                 )
         return value
+
+    def read(self, name: str, kind: Callable[..., T], what: str) -> T | None:
+        """A stored part as the object it was made from, ``kind(**fields)``, or ``None``.
+
+        ``what`` is its name in the error.
+
+        Raises:
+            CheckpointError: as for :meth:`get`, or its fields are not what this version writes.
+        """
+        value = self.get(name)
+        try:
+            return None if value is None else kind(**value)
+        except TypeError as error:
+            raise CheckpointError(
+                f"the stored {what} {name}", f"{error}", "Delete its file; it will be made again."
+            ) from error
 
     def put(self, name: str, value: Any) -> None:
         """Store a part at once."""

@@ -16,7 +16,7 @@ import tiny
 from adaptation import adapt, curves, model, settings, trained
 from linearize import AdaptSettings, Loaded
 from linearize.adapt.checkpoint import FILE, CheckpointFile
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import (
     CheckpointError,
     LinearizeError,

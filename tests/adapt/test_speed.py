@@ -12,7 +12,7 @@ import tiny
 from linearize import AdaptSettings
 from linearize.adapt.losses import Logits
 from linearize.adapt.run import _prepare
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.models import BUNDLED
 from linearize.text import default_text, tokenize
 

@@ -13,7 +13,7 @@ import linearize
 import tiny
 from linearize.adapt import ADAPTATION
 from linearize.adapt.checkpoint import FILE
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.lora import lora_layers
 
 Run = Callable[..., Result]

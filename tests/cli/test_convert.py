@@ -10,7 +10,7 @@ from typer.testing import Result
 import linearize
 import tiny
 from linearize.checkpoint import ADAPTER, REPORT
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 
 
 def test_the_folder_holds_a_model_that_loads_with_its_plan(

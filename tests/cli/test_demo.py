@@ -9,7 +9,7 @@ import pytest
 import linearize
 import linearize.text
 import tiny
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.report import EVALUATION, PAGE, SAMPLES
 
 

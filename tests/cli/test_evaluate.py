@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import linearize
-from linearize.convert import original_attention
+from linearize.converted import original_attention
 from linearize.evaluate import HarnessScore
 from linearize.report import EVALUATION, PAGE
 

@@ -8,7 +8,7 @@ import torch
 from typer.testing import Result
 
 import linearize
-from linearize.convert import original_attention
+from linearize.converted import original_attention
 from linearize.report import SAMPLES
 
 PROMPT = "The with statement"

@@ -11,7 +11,7 @@ import pytest
 
 import tiny
 from linearize import Loaded
-from linearize.convert import original_attention
+from linearize.converted import original_attention
 from linearize.errors import ModelError, PlanError, TextError
 from linearize.evaluate import choice, get_task, harness, harness_tasks, read_questions
 from linearize.evaluate.tasks import PER_CHARACTER, SUM

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from linearize.ops import grouped_quadratic_attention
 from linearize.ops.quadratic import GroupedQuadratic
 
-__all__ = ["Case", "make", "random_cases"]
+__all__ = ["Case", "attend", "make", "random_cases"]
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,19 @@ def random_cases(draw: st.DrawFn, *, hybrid: bool = True, masked: bool = True) -
         else None,
     )
     return case
+
+
+def attend(case: Case, backend: str, **changes: Any) -> Any:
+    """The grouped operator on a case; ``changes`` are further arguments of it."""
+    return grouped_quadratic_attention(
+        case.q,
+        case.k,
+        case.v,
+        case.groups,
+        case.factor,
+        eps=case.eps,
+        scale=case.scale,
+        key_mask=case.key_mask,
+        backend=backend,
+        **changes,
+    )

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from linearize.ops import dimension_quadratic_attention, grouped_quadratic_attention
+from linearize.ops import dimension_quadratic_attention
 from linearize.ops.quadratic import quadratic_features
 from ops import definition
-from ops.cases import Case, make, random_cases
+from ops.cases import Case, attend, make, random_cases
 from tolerances import assert_close
 
 ENGINES = ("pairwise", "chunked", "recurrent")
@@ -84,17 +84,7 @@ def test_oal_is_the_case_of_group_constant_coefficients(case: Case) -> None:
             for t in range(dim):
                 c[head, r, t] = m[head, 1 + case.groups[head, r], 1 + case.groups[head, t]]
     for backend in ENGINES:
-        grouped = grouped_quadratic_attention(
-            case.q,
-            case.k,
-            case.v,
-            case.groups,
-            case.factor,
-            eps=case.eps,
-            scale=case.scale,
-            key_mask=case.key_mask,
-            backend=backend,
-        )
+        grouped = attend(case, backend)
         ungrouped = run(case, Coefficients(a, b, c), backend)
         assert_close(ungrouped, grouped, torch.float64, "output", backend)
 

@@ -12,26 +12,11 @@ from torch import Tensor
 from linearize.ops import State, grouped_quadratic_attention
 from linearize.ops.quadratic import GroupedQuadratic
 from ops import definition
-from ops.cases import Case, make, random_cases
+from ops.cases import Case, attend, make, random_cases
 from tolerances import assert_close, bound
 
 ENGINES = ("pairwise", "chunked", "recurrent")
 LENGTHS = (1, 2, 8, 15, 17, 63, 64, 65, 67, 130)
-
-
-def run(case: Case, backend: str, **changes: object) -> Tensor:
-    return grouped_quadratic_attention(
-        case.q,
-        case.k,
-        case.v,
-        case.groups,
-        case.factor,
-        eps=case.eps,
-        scale=case.scale,
-        key_mask=case.key_mask,
-        backend=backend,
-        **changes,
-    )
 
 
 def expected(case: Case) -> Tensor:
@@ -112,7 +97,7 @@ def test_numerator_and_denominator_equal_the_authors_fixture(published: dict, ba
 @settings(max_examples=60)
 @given(case=random_cases(hybrid=False))
 def test_equals_the_definition(backend: str, case: Case) -> None:
-    assert_close(run(case, backend), expected(case), torch.float64, "output")
+    assert_close(attend(case, backend), expected(case), torch.float64, "output")
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -122,20 +107,20 @@ def test_equals_the_definition_at_awkward_lengths(tokens: int) -> None:
     case = make(batch=2, kv_heads=1, ratio=3, tokens=tokens, key_mask=mask, seed=tokens)
     wanted = expected(case)
     for backend in ENGINES:
-        assert_close(run(case, backend), wanted, torch.float64, "output", backend)
+        assert_close(attend(case, backend), wanted, torch.float64, "output", backend)
 
 
 @pytest.mark.parametrize("tokens", [1024, 1334])
 def test_long_inputs_equal_the_quadratic_time_definition(tokens: int) -> None:
     case = make(kv_heads=1, ratio=3, tokens=tokens, dim=5)
-    assert_close(run(case, "chunked"), run(case, "pairwise"), torch.float64, "output")
+    assert_close(attend(case, "chunked"), attend(case, "pairwise"), torch.float64, "output")
 
 
 @pytest.mark.parametrize(("heads", "tokens"), [(4, 7), (4, 4)])
 def test_the_normaliser_sums_over_time_not_over_heads(heads: int, tokens: int) -> None:
     case = make(kv_heads=heads, tokens=tokens)
     for backend in ENGINES:
-        assert_close(run(case, backend), expected(case), torch.float64, "output", backend)
+        assert_close(attend(case, backend), expected(case), torch.float64, "output", backend)
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 7])
@@ -144,8 +129,10 @@ def test_query_heads_share_their_kv_head(ratio: int) -> None:
     k, v = (x.repeat_interleave(ratio, dim=1) for x in (shared.k, shared.v))
     apart = Case(shared.q, k, v, shared.groups, shared.factor)
     for backend in ENGINES:
-        assert_close(run(shared, backend), run(apart, backend), torch.float32, "output", backend)
-        assert_close(run(shared, backend), expected(shared), torch.float32, "output", backend)
+        assert_close(
+            attend(shared, backend), attend(apart, backend), torch.float32, "output", backend
+        )
+        assert_close(attend(shared, backend), expected(shared), torch.float32, "output", backend)
 
 
 @settings(max_examples=60)
@@ -176,7 +163,7 @@ def test_resuming_at_any_splits_equals_one_call(case: Case, data: st.DataObject)
 @given(case=random_cases(hybrid=False))
 @settings(max_examples=30)
 def test_chunked_and_recurrent_leave_the_same_state(case: Case) -> None:
-    states = [run(case, backend, return_state=True)[1] for backend in ("chunked", "recurrent")]
+    states = [attend(case, backend, return_state=True)[1] for backend in ("chunked", "recurrent")]
     assert_close(states[0].sums, states[1].sums, torch.float64, "output")
     assert torch.equal(states[0].real, states[1].real)
     real = case.tokens if case.key_mask is None else case.key_mask.sum(1)
@@ -200,18 +187,18 @@ def test_outputs_average_the_values_seen(case: Case) -> None:
     low, high = low.masked_fill(none, 0), high.masked_fill(none, 0)
     slack = bound(torch.float64, "output") * 10
     for backend in ENGINES:
-        output = run(case, backend)
+        output = attend(case, backend)
         assert bool(((output >= low - slack) & (output <= high + slack)).all()), backend
 
 
 def test_the_future_does_not_leak_into_the_past() -> None:
     case = make(batch=1, kv_heads=2, ratio=2, tokens=12)
     for backend in ENGINES:
-        before = run(case, backend)
+        before = attend(case, backend)
         changed = make(batch=1, kv_heads=2, ratio=2, tokens=12)
         changed.k[:, :, 7:] += 3
         changed.v[:, :, 7:] -= 2
-        after = run(changed, backend)
+        after = attend(changed, backend)
         assert_close(after[:, :, :7], before[:, :, :7], torch.float64, "output", backend)
         assert float((after[:, :, 7:] - before[:, :, 7:]).abs().max()) > 0.1
 
@@ -242,7 +229,7 @@ def test_zero_padded_factors_of_smaller_heads_change_nothing() -> None:
     padded[:, :3, :3] = case.factor
     larger = Case(case.q, case.k, case.v, case.groups, padded)
     for backend in ENGINES:
-        assert_close(run(larger, backend), expected(case), torch.float64, "output", backend)
+        assert_close(attend(larger, backend), expected(case), torch.float64, "output", backend)
 
 
 def test_the_part_above_the_diagonal_is_ignored() -> None:
@@ -250,7 +237,7 @@ def test_the_part_above_the_diagonal_is_ignored() -> None:
     full = case.factor + torch.randn_like(case.factor).triu(1)
     dirty = Case(case.q, case.k, case.v, case.groups, full)
     for backend in ENGINES:
-        assert torch.equal(run(dirty, backend), run(case, backend)), backend
+        assert torch.equal(attend(dirty, backend), attend(case, backend)), backend
 
 
 @settings(max_examples=30)
@@ -273,7 +260,7 @@ def test_the_learned_global_embeds_into_any_grouping(case: Case, data: st.DataOb
         key_mask=case.key_mask,
     )
     backend = data.draw(st.sampled_from(ENGINES))
-    assert_close(run(grouped, backend), expected(pooled), torch.float64, "output")
+    assert_close(attend(grouped, backend), expected(pooled), torch.float64, "output")
 
 
 def test_positive_weights_need_not_be_a_mercer_kernel() -> None:
@@ -297,7 +284,7 @@ def test_positive_weights_need_not_be_a_mercer_kernel() -> None:
 def test_the_state_holds_139425_numbers_for_each_kv_head_at_64_64() -> None:
     case = make(kv_heads=2, ratio=7, tokens=3, dim=64, value_dim=64, dtype=torch.float32)
     for backend in ("chunked", "recurrent"):
-        _, state = run(case, backend, return_state=True)
+        _, state = attend(case, backend, return_state=True)
         assert state.sums.shape[:2] == (1, 2)
         assert state.sums[0, 0].numel() == 139_425
         other = sum(
@@ -317,12 +304,12 @@ def test_half_inputs_are_summed_in_fp32_and_returned_in_half(
     exact = Case(
         half.q.double(), half.k.double(), half.v.double(), half.groups, half.factor.double()
     )
-    output = run(half, backend)
+    output = attend(half, backend)
     assert output.dtype == dtype
     rounding = torch.finfo(dtype).eps
     assert float((output.double() - expected(exact)).abs().max()) <= rounding * 4
     if backend != "pairwise":
-        state: State = run(half, backend, return_state=True)[1]
+        state: State = attend(half, backend, return_state=True)[1]
         assert state.sums.dtype == torch.float32
 
 
@@ -330,7 +317,7 @@ def test_fp32_inputs_stay_within_the_table() -> None:
     case = make(batch=2, kv_heads=2, ratio=2, tokens=130, dim=8, dtype=torch.float32)
     wanted = expected(case)
     for backend in ENGINES:
-        assert_close(run(case, backend), wanted, torch.float32, "output", backend)
+        assert_close(attend(case, backend), wanted, torch.float32, "output", backend)
 
 
 @pytest.mark.parametrize("backend", ENGINES)
@@ -352,4 +339,4 @@ def test_a_token_that_sees_only_itself_returns_its_value(backend: str) -> None:
 def test_auto_equals_the_backend_it_names() -> None:
     for tokens, backend in ((1, "recurrent"), (9, "chunked")):
         case = make(tokens=tokens)
-        assert torch.equal(run(case, "auto"), run(case, backend))
+        assert torch.equal(attend(case, "auto"), attend(case, backend))

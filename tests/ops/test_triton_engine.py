@@ -11,10 +11,10 @@ import torch
 from linearize.attention import LinearAttention
 from linearize.errors import BackendError
 from linearize.kernels import HeadShape
-from linearize.ops import api, grouped_quadratic_attention, kernel_attention, pairwise
+from linearize.ops import api, kernel_attention, pairwise
 from linearize.ops.quadratic import DimensionQuadratic
 from linearize.plan import Plan
-from ops.cases import Case, make
+from ops.cases import Case, attend, make
 from tolerances import assert_close
 
 pytest.importorskip("triton", reason="needs the triton package (the extra triton)")
@@ -33,21 +33,6 @@ def on(case: Case) -> Case:
     moved = {name: getattr(case, name).to(DEVICE) for name in ("q", "k", "v", "groups", "factor")}
     mask = None if case.key_mask is None else case.key_mask.to(DEVICE)
     return Case(**moved, key_mask=mask, sinks=case.sinks, window=case.window)
-
-
-def attend(case: Case, backend: str, **changes: Any) -> Any:
-    return grouped_quadratic_attention(
-        case.q,
-        case.k,
-        case.v,
-        case.groups,
-        case.factor,
-        eps=case.eps,
-        scale=case.scale,
-        key_mask=case.key_mask,
-        backend=backend,
-        **changes,
-    )
 
 
 def test_outputs_with_padding_and_gradients_are_the_definitions() -> None:

@@ -22,7 +22,7 @@ from linearize.adapt.result import Adaptation, AdaptationReport
 from linearize.adapt.scalars import Scalars
 from linearize.adapt.settings import AdaptSettings
 from linearize.adapt.transfer import transfer_backward
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import ModelError, PlanError
 from linearize.lora import (
     LoraSettings,

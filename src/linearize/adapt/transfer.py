@@ -10,7 +10,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from linearize.attention import LinearAttention, take_heads
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.interface import recording
 
 __all__ = ["transfer_backward"]

@@ -16,16 +16,16 @@ from linearize.attention import LinearAttention
 from linearize.bench.measure import (
     Progress,
     Timing,
-    available_memory,
     clock,
     interleave,
     machine,
+    memory_limit,
     silent,
 )
 from linearize.bench.oracle import BOUNDS, deviation, expected, in_double
 from linearize.bench.target import Target, check_model
-from linearize.cache import LinearCacheLayer
-from linearize.convert import original_attention
+from linearize.cache import LinearCacheLayer, cache_bytes
+from linearize.converted import original_attention
 from linearize.errors import PlanError
 from linearize.kernels import HeadShape
 from linearize.models import AttentionLayer, attention_layers
@@ -109,7 +109,7 @@ def decode_benchmark(
         raise PlanError(f"contexts {list(contexts)}", "no positive length", "Give some.")
     contexts = sorted(set(contexts))
     model = target.model
-    limit = memory or int(0.6 * available_memory(model.device))
+    limit = memory_limit(memory, model.device)
     described = machine(model.device)
     layers = attention_layers(model)
     model_error, reason = check_model(target)
@@ -160,7 +160,7 @@ def _point(
         return DecodePoint(context, "differs", reason, error)
     converted = _cache(target, layers, context, states)
     softmax = _cache(target, layers, context, None)
-    sizes = _bytes(converted), _bytes(softmax)
+    sizes = cache_bytes(converted), cache_bytes(softmax)
     ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
 
     def decode(cache: Cache, count: int) -> list[float]:
@@ -244,17 +244,6 @@ def _cache(
                 )
             )
     return cache
-
-
-def _bytes(cache: Cache) -> int:
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, LinearCacheLayer):
-            total += 0 if layer.state is None else layer.state.nbytes
-            layer = layer.exact
-        for tensor in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-            total += 0 if tensor is None else tensor.nbytes
-    return total
 
 
 def _key_bytes(shape: HeadShape, element: int) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "interleave",
     "machine",
     "matmul_ceiling",
+    "memory_limit",
     "peak_memory",
     "silent",
 ]
@@ -163,6 +164,11 @@ def crossover(lengths: Sequence[int], times: Sequence[float], reference: Sequenc
     share = gaps[at] / (gaps[at] - gaps[at + 1])
     low, high = math.log(lengths[at]), math.log(lengths[at + 1])
     return math.exp(low + share * (high - low))
+
+
+def memory_limit(asked: int | None, device: torch.device) -> int:
+    """Bytes a benchmark may use: those asked for, or 60 % of what could still be allocated."""
+    return asked or int(0.6 * available_memory(device))
 
 
 def available_memory(device: torch.device) -> int:

@@ -14,14 +14,14 @@ from torch import Tensor
 from linearize.bench.measure import (
     Progress,
     Timing,
-    available_memory,
     clock,
     interleave,
     machine,
+    memory_limit,
     silent,
 )
 from linearize.bench.target import Target, check_model, vocabulary_and_width
-from linearize.convert import original_attention
+from linearize.converted import original_attention
 from linearize.errors import PlanError
 
 __all__ = ["STAGES", "ModelBench", "ModelPoint", "model_benchmark"]
@@ -93,7 +93,7 @@ def model_benchmark(
         raise PlanError(f"lengths {list(lengths)}", "no length of 2 or more", "Give some.")
     lengths = sorted(set(lengths))
     model = target.model
-    limit = memory or int(0.6 * available_memory(model.device))
+    limit = memory_limit(memory, model.device)
     described = machine(model.device)
     model_error, reason = check_model(target)
     points: list[ModelPoint] = []

@@ -16,12 +16,12 @@ from linearize import kernels as catalogue
 from linearize.bench.measure import (
     Progress,
     Timing,
-    available_memory,
     clock,
     crossover,
     interleave,
     machine,
     matmul_ceiling,
+    memory_limit,
     peak_memory,
     silent,
 )
@@ -161,7 +161,7 @@ def operator_benchmark(
     if not lengths or min(lengths) < 1 or repeats < 1:
         raise PlanError(f"lengths {list(lengths)}", "no positive length", "Give some.")
     names = _chosen(kernels, plan)
-    limit = memory or int(0.6 * available_memory(place))
+    limit = memory_limit(memory, place)
     lengths = sorted(set(lengths))
     rows: list[OperatorRow] = []
     ceilings: dict[str, float] = {}

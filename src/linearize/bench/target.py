@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from linearize.attention import LinearAttention
 from linearize.bench.oracle import BOUNDS, deviation, expected, in_double
-from linearize.convert import attach, check_layers, converted_layers
+from linearize.convert import check_layers
+from linearize.converted import attach, converted_layers
 from linearize.errors import PlanError
 from linearize.interface import recording
 from linearize.models import Loaded, attention_layers
@@ -150,7 +151,6 @@ class _Definition:
         )
         by_head = output.unflatten(1, (k.shape[1], -1))
         served = list(layer.heads)
-        queries = q.unflatten(1, (k.shape[1], -1))[:, served].flatten(1, 2)
-        part = expected(layer, queries, k[:, served], v[:, served], at)
+        part = expected(layer, *layer.served(q, k, v), at)
         by_head[:, served] = part.unflatten(1, (len(served), -1))
         return by_head.flatten(1, 2).to(q.dtype)

@@ -67,6 +67,8 @@ DeviceOption = Annotated[
 RankOption = Annotated[
     int | None, Option("--state-rank", help="Directions of the keys the kernel sees; default all.")
 ]
+ModelWindowOption = Annotated[int | None, Option("--window", help="Latest keys kept exact.")]
+ModelSinksOption = Annotated[int | None, Option("--sinks", help="First keys kept exact.")]
 LayersOption = Annotated[
     str | None, Option("--layers", help='Layers to convert, like "3-26", of an original model.')
 ]
@@ -147,8 +149,8 @@ def decode(
     layers: LayersOption = None,
     contexts: Annotated[str, Option("--contexts", metavar="N,N")] = "1024,8192,32768",
     kernel: KernelOption = None,
-    window: Annotated[int | None, Option("--window", help="Latest keys kept exact.")] = None,
-    sinks: Annotated[int | None, Option("--sinks", help="First keys kept exact.")] = None,
+    window: ModelWindowOption = None,
+    sinks: ModelSinksOption = None,
     state_rank: RankOption = None,
     tokens: Annotated[int, Option("--tokens", min=1, help="Timed tokens a turn.")] = 8,
     repeats: Annotated[int, Option("--repeats", min=1, help="Turns of each model.")] = 5,
@@ -193,8 +195,8 @@ def whole_model(
     layers: LayersOption = None,
     lengths: Annotated[str, Option("--lengths", metavar="N,N")] = "1024,4096",
     kernel: KernelOption = None,
-    window: Annotated[int | None, Option("--window", help="Latest keys kept exact.")] = None,
-    sinks: Annotated[int | None, Option("--sinks", help="First keys kept exact.")] = None,
+    window: ModelWindowOption = None,
+    sinks: ModelSinksOption = None,
     state_rank: RankOption = None,
     new_tokens: Annotated[int, Option("--new-tokens", min=1, help="Tokens to generate.")] = 32,
     repeats: Annotated[int, Option("--repeats", min=1, help="Timed rounds after warm-up.")] = 3,

@@ -11,7 +11,7 @@ from typer import Option
 from linearize.checkpoint import REPORT, save
 from linearize.cli.common import JsonOption, OverwriteOption, load_model, say, store_json
 from linearize.coefficients import export_coefficients, import_coefficients
-from linearize.convert import converted_layers
+from linearize.converted import converted_layers
 from linearize.output import check_writable
 from linearize.report.data import read
 

@@ -37,7 +37,7 @@ from linearize.cli.evaluation import (
     show_tasks,
     store_beside,
 )
-from linearize.convert import converted_layers, only_part, original_attention
+from linearize.converted import converted_layers, only_part, original_attention
 from linearize.errors import PlanError
 from linearize.evaluate import (
     Question,

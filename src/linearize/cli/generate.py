@@ -20,7 +20,7 @@ from linearize.cli.common import (
     store_json,
 )
 from linearize.cli.continuation import Continuation, continue_prompt
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import PlanError
 from linearize.models import Loaded
 from linearize.output import write_json

@@ -27,7 +27,7 @@ from linearize.cli.common import (
 )
 from linearize.cli.evaluation import DEFAULT_TEXT
 from linearize.cli.mqar import mqar
-from linearize.convert import converted_layers, original_attention
+from linearize.converted import converted_layers, original_attention
 from linearize.errors import PlanError
 from linearize.output import check_writable, new_folder, write_json, write_text
 from linearize.probe import Retrieval, retrieval

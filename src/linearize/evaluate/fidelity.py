@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from linearize.attention import LinearAttention
 from linearize.capture import LayerCapture, capture
 from linearize.convert import calibrate, check_layers
-from linearize.errors import CheckpointError, ModelError, PlanError
+from linearize.errors import ModelError, PlanError
 from linearize.evaluate.fidelity_result import (
     Fidelity,
     Run,
@@ -110,7 +110,7 @@ def fidelity(
     done = {
         (run.layer, run.kernel, run.seed): run
         for layer, name, seed in own_work
-        if (run := _stored(shelf, name, seed, layer.index)) is not None
+        if (run := shelf.read(_part(name, seed, layer.index), Run, "run")) is not None
     }
 
     def finished(run: Run) -> None:
@@ -288,20 +288,3 @@ def _settings(loaded: Loaded, plan: Plan, tokens: Tensor) -> dict[str, Any]:
 
 def _part(kernel: str, seed: int, layer: int) -> str:
     return f"{kernel}-seed{seed}-layer{layer}"
-
-
-def _stored(parts: Parts, kernel: str, seed: int, layer: int) -> Run | None:
-    """A finished run, or ``None``.
-
-    Raises:
-        CheckpointError: it is not what this version writes.
-    """
-    value = parts.get(_part(kernel, seed, layer))
-    try:
-        return None if value is None else Run(**value)
-    except TypeError as error:
-        raise CheckpointError(
-            f"the stored run {_part(kernel, seed, layer)}",
-            f"{error}",
-            "Delete its file; it will be made again.",
-        ) from error

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from linearize.errors import CheckpointError, PlanError
+from linearize.errors import PlanError
 from linearize.parts import Parts
 from linearize.probe.catalogue import Architecture
 from linearize.probe.iou import attention_overlap
@@ -298,7 +298,9 @@ def sweep(
     """
     check_points(chosen, settings)
     parts = Parts(store, _as_json(settings))
-    rows = {point: row for point in chosen if (row := _row(parts, point.name)) is not None}
+    rows = {
+        point: row for point in chosen if (row := parts.read(point.name, Row, "row")) is not None
+    }
     missing = [point for point in chosen if point not in rows]
     if rows:
         progress(len(rows), len(chosen), "taken up")
@@ -320,7 +322,7 @@ def stored_rows(store: str | Path, settings: Settings) -> list[Row]:
         CheckpointError: one is damaged or was made with other settings.
     """
     parts = Parts(store, _as_json(settings))
-    rows = (_row(parts, file.stem) for file in sorted(Path(store).glob("*.json")))
+    rows = (parts.read(file.stem, Row, "row") for file in sorted(Path(store).glob("*.json")))
     return [row for row in rows if row is not None]
 
 
@@ -396,15 +398,3 @@ def _as_json(settings: Settings) -> dict[str, Any]:
     value = asdict(settings)
     value["pairs_at"] = {str(length): pairs for length, pairs in settings.pairs_at.items()}
     return value
-
-
-def _row(parts: Parts, name: str) -> Row | None:
-    value = parts.get(name)
-    try:
-        return None if value is None else Row(**value)
-    except TypeError as error:
-        raise CheckpointError(
-            f"the stored row {name}",
-            f"{error}",
-            "Delete its file; it will be made again.",
-        ) from error
