@@ -171,11 +171,11 @@ def test_nothing_else_of_the_prompt_stays_alive(variant: str) -> None:
         _, cache = tiny.decode(model, tiny.prompt(1, 1), [1], cache)
 
 
-def test_the_cache_layers_beside_it_stay_ordinary() -> None:
+def test_the_cache_layers_beside_it_hold_keys_and_values() -> None:
     model = tiny.converted("oal", layers="1").model
     _, cache = tiny.decode(model, tiny.prompt(1, 7), [7])
     kinds = [type(layer).__name__ for layer in cache.layers]
-    assert kinds == ["DynamicLayer", "LinearCacheLayer", "DynamicLayer"]
+    assert kinds == ["GrowingLayer", "LinearCacheLayer", "GrowingLayer"]
     assert cache.layers[0].keys.shape == (1, 2, 7, 8)
 
 

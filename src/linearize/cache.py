@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from linearize.errors import ModelError
+from linearize.growing import GrowingLayer, grow_in_place
 from linearize.ops import State
 
 __all__ = ["LinearCacheLayer", "cache_bytes", "hand_over_cache"]
@@ -30,7 +31,7 @@ class LinearCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.state: State | None = None
-        self.exact = DynamicLayer()
+        self.exact = GrowingLayer()
         self.length = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -72,7 +73,7 @@ class LinearCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state, self.exact, self.length = None, DynamicLayer(), 0
+        self.state, self.exact, self.length = None, GrowingLayer(), 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -102,13 +103,16 @@ class LinearCacheLayer(CacheLayerMixin):
 
 
 def cache_bytes(cache: Cache | None) -> int:
-    """Bytes of all keys, values and states a cache holds."""
+    """Bytes of all keys, values and states a cache holds, spare room included."""
     total = 0
     for layer in [] if cache is None else cache.layers:
         exact: Any = layer
         if isinstance(layer, LinearCacheLayer):
             total += 0 if layer.state is None else layer.state.nbytes
             exact = layer.exact
+        if isinstance(exact, GrowingLayer):
+            total += exact.nbytes
+            continue
         for tensor in (getattr(exact, "keys", None), getattr(exact, "values", None)):
             total += 0 if tensor is None else tensor.nbytes
     return total
@@ -117,7 +121,8 @@ def cache_bytes(cache: Cache | None) -> int:
 def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook of a converted attention module: give it its layer of the cache in use.
 
-    The layer transformers made for it is replaced on first use.
+    The layer transformers made for it is replaced on first use; those of the softmax layers grow in
+    place from then on.
 
     Raises:
         ModelError: the cache already holds softmax keys for this layer, or has no plain layers.
@@ -140,7 +145,7 @@ def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             )
         return
     if not isinstance(layer, LinearCacheLayer):
-        if type(layer) is not DynamicLayer or layer.get_seq_length():
+        if type(layer) not in (DynamicLayer, GrowingLayer) or layer.get_seq_length():
             raise ModelError(
                 f"decoding converted layer {index} from a {type(layer).__name__} "
                 f"of {layer.get_seq_length()} tokens",
@@ -149,3 +154,4 @@ def hand_over_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             )
         layer = cache.layers[index] = LinearCacheLayer()
     linear.cache_layer = layer
+    grow_in_place(cache)

@@ -27,6 +27,7 @@ from linearize.bench.target import Target, check_model
 from linearize.cache import LinearCacheLayer, cache_bytes
 from linearize.converted import original_attention
 from linearize.errors import PlanError
+from linearize.growing import grow_in_place
 from linearize.kernels import HeadShape
 from linearize.models import AttentionLayer, attention_layers
 from linearize.ops import State
@@ -48,10 +49,11 @@ class DecodePoint:
         context: tokens before the timed ones.
         status, reason: ``"ok"``, ``"differs"`` (an output is not the definition's) or ``"skipped"``.
         error: largest relative error of one decoded token of a layer against the definition.
-        converted, softmax: seconds per token.
+        converted, softmax: seconds per token. softmax_in_place: softmax with the cache its layers
+            have in the converted model, which appends in place instead of copying itself.
         converted_bytes, softmax_bytes: memory of one sequence: states, windows, sinks, and the keys
             and values of softmax layers.
-        speedup: tokens per second, converted over softmax.
+        speedup: tokens per second, converted over softmax as transformers runs it.
         state_bytes: what the converted heads hold of one sequence.
         state_tokens: as many tokens of these heads' keys and values take that memory.
     """
@@ -62,6 +64,7 @@ class DecodePoint:
     error: float | None = None
     converted: Timing | None = None
     softmax: Timing | None = None
+    softmax_in_place: Timing | None = None
     converted_bytes: int | None = None
     softmax_bytes: int | None = None
     speedup: float | None = None
@@ -142,11 +145,11 @@ def _point(
     model = target.model
     element = torch.finfo(model.dtype).bits // 8
     needed = sum(_key_bytes(layer.shape, element) for layer in layers) * context
-    if 2 * needed > limit:
+    if 4 * needed > limit:  # three caches, and a copy of one
         return DecodePoint(
             context,
             "skipped",
-            f"the caches may need {2 * needed / 1e9:.1f} GB; the limit is {limit / 1e9:.1f} GB",
+            f"the caches may need {4 * needed / 1e9:.1f} GB; the limit is {limit / 1e9:.1f} GB",
         )
     states: dict[Any, State] = {}
     error = 0.0
@@ -159,8 +162,9 @@ def _point(
         reason = f"a decoded token off by {error:.2g} of its size"
         return DecodePoint(context, "differs", reason, error)
     converted = _cache(target, layers, context, states)
-    softmax = _cache(target, layers, context, None)
+    softmax, in_place = (_cache(target, layers, context, None) for _ in range(2))
     sizes = cache_bytes(converted), cache_bytes(softmax)
+    grow_in_place(in_place)
     ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
 
     def decode(cache: Cache, count: int) -> list[float]:
@@ -171,22 +175,26 @@ def _point(
             seconds.append(clock(model.device) - started)
         return seconds
 
-    def with_softmax(count: int) -> list[float]:
+    def with_softmax(cache: Cache, count: int) -> list[float]:
         with original_attention(model):
-            return decode(softmax, count)
+            return decode(cache, count)
 
     turns: dict[str, Callable[[], dict[str, list[float]]]] = {
         "converted": lambda: {"token": decode(converted, tokens)},
-        "softmax": lambda: {"token": with_softmax(tokens)},
+        "softmax": lambda: {"token": with_softmax(softmax, tokens)},
+        "in place": lambda: {"token": with_softmax(in_place, tokens)},
     }
     decode(converted, WARM)
-    with_softmax(WARM)
+    with_softmax(softmax, WARM)
+    with_softmax(in_place, WARM)
     timed = interleave(turns, repeats=repeats, budget=float("inf"))
-    seconds = timed["converted"]["token"], timed["softmax"]["token"]
-    speedup = seconds[1].median / seconds[0].median
+    ours, theirs, appending = (timed[turn]["token"] for turn in turns)
+    speedup = theirs.median / ours.median
     held = sum(states[_kind(linear)].nbytes for linear in target.layers.values())
     token = sum(_key_bytes(linear.kernel.shape, element) for linear in target.layers.values())
-    return DecodePoint(context, "ok", None, error, *seconds, *sizes, speedup, held, held / token)
+    return DecodePoint(
+        context, "ok", None, error, ours, theirs, appending, *sizes, speedup, held, held / token
+    )
 
 
 def _kind(linear: LinearAttention) -> Any:
