@@ -8,8 +8,11 @@ side alone, the state does not know of them.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from linearize.ops.features import Features, Weights
 from linearize.ops.partial import fold_heads, unfold_heads
@@ -47,41 +50,50 @@ class ProjectedQuadratic:
         heads = torch.arange(groups.shape[0], device=groups.device)[:, None]
         slope = lower[heads, groups.long() + 1] * scale  # [Hq, d, G+1]
         shared = directions.to(dtype).repeat_interleave(len(groups) // len(directions), dim=0)
+        maps = slope[..., None] * shared[:, :, None]  # [Hq, d, G+1, r]
+        self._maps = pad(maps, (1, 0)).flatten(2)  # [Hq, d, (G+1)(r+1)], nothing for the offsets
+        self._offset = pad(lower[:, 0, :, None], (0, directions.shape[-1])).flatten(1)[:, None]
         self._rank = directions.shape[-1]
-        self._offset = lower[:, 0]  # [Hq, G+1]
-        self._constant = self._offset.square().sum(-1) + eps
-        self._maps = slope[..., None] * shared[:, :, None]  # [Hq, d, G+1, r]
         self._eps = eps
 
     def query_features(self, q: Tensor) -> Features:
         """``[ε + Σ c_l², 2 Σ c_l w_l, Σ w_l w_lᵀ packed]``: ``[B, Hq, N, d]`` -> ``[B, Hq, N, F]``."""
-        components = (q @ self._maps.flatten(2)).unflatten(-1, self._maps.shape[2:])
-        linear = 2 * (components * self._offset[:, None, :, None]).sum(-2)
-        constant = self._constant[:, None, None].expand(*q.shape[:3], 1)
-        twice = torch.full((self._rank, self._rank), 2.0, dtype=q.dtype, device=q.device)
-        twice.fill_diagonal_(1)
-        products = [
-            (components[..., row:] * components[..., row : row + 1]).sum(-2) * twice[row, row:]
-            for row in range(self._rank)
-        ]
-        return Features(torch.cat([constant, linear, *products], dim=-1))
+        components = self._components(q)
+        products = (components.transpose(-1, -2) @ components).flatten(-2)
+        place, twice, first = _packing(self._rank + 1, q.dtype, q.device)
+        return Features(torch.addcmul(first * self._eps, products.index_select(-1, place), twice))
 
     def key_features(self, k: Tensor) -> Features:
         """``[1, z, z_r z_t (r ≤ t)]``."""
         return Features(quadratic_features(k))
 
     def weights(self, q: Tensor, k: Tensor) -> Weights:
-        """``G + 1`` products of width r, squared and summed."""
-        heads, kv_heads, keys = q.shape[1], k.shape[1], k.transpose(-1, -2)
+        """``G + 1`` products of width r + 1, squared and summed; of one query all at once."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        keys = pad(k, (1, 0), value=1.0).transpose(-1, -2)
+        components = self._components(q)
+        parts = components.split(1, -2) if q.shape[2] > 1 else [components]
         total: Tensor | float = self._eps
-        for component in range(self._offset.shape[1]):
-            weighted = q @ self._maps[:, :, component]
-            score = unfold_heads(fold_heads(weighted, kv_heads) @ keys, heads)
-            total = total + (score + self._offset[:, component, None, None]).square()
+        for part in parts:
+            scores = unfold_heads(fold_heads(part.flatten(2, 3), kv_heads) @ keys, heads)
+            squared = scores.square()
+            total = total + (squared.sum(2, keepdim=True) if q.shape[2] == 1 else squared)
         assert isinstance(total, Tensor)
         return Weights(total)
+
+    def _components(self, q: Tensor) -> Tensor:
+        """``[c_l, w_l]`` of every row l of the factor: ``[B, Hq, N, G+1, r+1]``."""
+        return (q @ self._maps + self._offset).unflatten(-1, (-1, self._rank + 1))
 
     @property
     def feature_count(self) -> int:
         """``1 + r + r(r+1)/2``."""
         return feature_count(self._rank)
+
+
+@cache
+def _packing(size: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the upper triangle of a flat ``[size, size]`` lies, how often it counts, and its first."""
+    rows, columns = torch.triu_indices(size, size, device=device)
+    twice = 2 - (rows == columns).to(dtype)
+    return rows * size + columns, twice, torch.eye(1, len(rows), dtype=dtype, device=device)[0]
