@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -58,8 +58,8 @@ class Parts:
                 )
         return value
 
-    def read(self, name: str, kind: Callable[..., T], what: str) -> T | None:
-        """A stored part as the object it was made from, ``kind(**fields)``, or ``None``.
+    def read(self, name: str, kind: type[T], what: str) -> T | None:
+        """A stored part as the dataclass it was made from, nested ones too, or ``None``.
 
         ``what`` is its name in the error.
 
@@ -68,10 +68,12 @@ class Parts:
         """
         value = self.get(name)
         try:
-            return None if value is None else kind(**value)
-        except TypeError as error:
+            return None if value is None else TypeAdapter(kind).validate_python(value)
+        except ValidationError as error:
             raise CheckpointError(
-                f"the stored {what} {name}", f"{error}", "Delete its file; it will be made again."
+                f"the stored {what} {name}",
+                "; ".join(f"{each['msg']} at {each['loc']}" for each in error.errors()[:3]),
+                "Delete its file; it will be made again.",
             ) from error
 
     def put(self, name: str, value: Any) -> None:

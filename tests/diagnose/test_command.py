@@ -74,7 +74,20 @@ def test_all_draws_everything_and_lists_it(run: Run, tmp_path: Path) -> None:
     rows = [line for line in index.splitlines() if line.startswith("| dijiang |")]
     (kernel,) = [k for k in together["retained-error"]["kernels"] if k["kernel"] == "dijiang"]
     assert f"| {100 * kernel['ratio']:.1f} | {100 * kernel['gaussian']:.1f} |" in rows[0]
-    assert len(list((out / "parts").iterdir())) == 2 * ((2 + 5) + (2 + 1))
+    assert len(list((out / "parts").iterdir())) == len(DIAGNOSTICS) - 1 + 2 * ((2 + 5) + (2 + 1))
+
+    (out / "parts" / "stability.json").unlink()  # as if interrupted before it had ended
+    resumed = run(
+        *("all", "--layers", "0,2", "--head", 1, "--out", out, "--json", tmp_path / "b.json"),
+        "--resume",
+    )
+    assert resumed.exit_code == 0, resumed.output
+    again = json.loads((tmp_path / "b.json").read_text())
+    assert again["retained-error"].pop("seconds") != together["retained-error"].pop("seconds")
+    assert again == together  # the seconds of the others too: they were not run again
+    assert (out / "index.md").read_text().splitlines()[:20] == index.splitlines()[:20]
+    other = run("all", "--layers", "0,2", "--head", 0, "--out", out, "--resume")
+    assert other.exit_code == 2 and "head=1" in other.stderr
 
 
 def test_without_layers_some_look_at_three_and_some_at_all(run: Run, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from torch import Tensor
 from typer import Option
 
 from linearize import diagnose as measure
@@ -45,9 +46,10 @@ from linearize.errors import PlanError
 from linearize.kernels import get
 from linearize.models import Loaded, attention_layers
 from linearize.output import write_json, write_text
+from linearize.parts import Parts, model_identity, text_identity
 from linearize.plan import Plan
 from linearize.report import diagnose_figures as figures
-from linearize.text import Source
+from linearize.text import Source, default_text, tokenize
 
 __all__ = ["diagnose"]
 
@@ -72,7 +74,7 @@ Run = Callable[[Loaded, Source | None, Plan, Settings, Callable[[int, int, str],
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One diagnostic: how it is run, drawn and told.
+    """One diagnostic: how it is run, drawn and told, and what its ``result`` is.
 
     ``everywhere``: it looks at all layers unless some are named.
     """
@@ -81,6 +83,7 @@ class Diagnostic:
     run: Run
     draw: Callable[[Any], dict[str, str]]
     tell: Callable[[Any], tables.Shown]
+    result: type[Any]
     everywhere: bool = False
 
 
@@ -161,8 +164,9 @@ def diagnose(
     retained-error  share of a kernel's error that the largest dimensions make, with two controls
     all             everything
 
-    retained-error at its full size takes an hour on two cores. Its finished parts are kept in
-    DIR/parts (with --json FILE alone: beside it, in FILE.parts) and taken up again by --resume.
+    retained-error at its full size takes an hour on two cores. Its finished parts, and with "all"
+    every finished diagnostic, are kept in DIR/parts (with --json FILE alone: beside it, in
+    FILE.parts) and taken up again by --resume.
 
     Examples:
 
@@ -176,7 +180,7 @@ def diagnose(
     for name in names:
         get(name)
     needed = "retained-error" in chosen
-    parts = parts_folder(out, json if needed or resume else None, resume, overwrite)
+    kept = parts_folder(out, json if needed or resume else None, resume, overwrite)
     settings = Settings(
         head,
         names,
@@ -186,7 +190,7 @@ def diagnose(
         sinks,
         window,
         center,
-        parts if needed else None,
+        kept if needed else None,
     )
     plan = Plan(
         layers=layers or "all",
@@ -207,12 +211,20 @@ def diagnose(
     loaded = load_model(model)
     if settings.parts is not None and not resume:
         shutil.rmtree(settings.parts, ignore_errors=True)
+    tokens = tokenize(default_text() if source is None else source, loaded.tokenizer)
     few = plan if layers else plan.model_copy(update={"layers": _three(loaded)})
     found: dict[str, Any] = {}
     for name, diagnostic in chosen.items():
-        with progress(name) as advance:
-            own = plan if diagnostic.everywhere else few
-            found[name] = diagnostic.run(loaded, source, own, settings, advance)
+        own = plan if diagnostic.everywhere else few
+        # retained-error keeps its own, smaller parts
+        shelf = None if name == "retained-error" else settings.parts
+        parts = Parts(shelf, _identity(own, settings, loaded, tokens))
+        result = parts.read(name, diagnostic.result, "result of")
+        if result is None:
+            with progress(name) as advance:
+                result = diagnostic.run(loaded, tokens, own, settings, advance)
+            parts.put(name, asdict(result))
+        found[name] = result
         _show(diagnostic, found[name])
         if out is not None:
             _store(out, name, diagnostic, found[name])
@@ -221,6 +233,16 @@ def diagnose(
         note(f"wrote {out}/index.md")
     as_json = {name: asdict(result) for name, result in found.items()}
     store_json(json, as_json if what == "all" else as_json[what])
+
+
+def _identity(plan: Plan, settings: Settings, loaded: Loaded, tokens: Tensor) -> dict[str, Any]:
+    """Everything that decides a diagnostic besides its name."""
+    return plan.model_dump(mode="json") | {
+        "head": settings.head,
+        "beside": [settings.sinks, settings.window, settings.center],
+        "model": model_identity(loaded.model),
+        "text": text_identity(tokens),
+    }
 
 
 def _choose(what: str) -> dict[str, Diagnostic]:
@@ -321,32 +343,57 @@ DIAGNOSTICS = {
         _of_head(measure.profiles),
         figures.profile_figures,
         tables.profile_tables,
+        measure.Profiles,
     ),
     "groups": Diagnostic(
-        "Groups", _of_head(measure.groups), figures.group_figures, tables.group_tables
+        "Groups",
+        _of_head(measure.groups),
+        figures.group_figures,
+        tables.group_tables,
+        measure.Groups,
     ),
     "budget": Diagnostic(
-        "Group budget", _of_head(measure.group_budget), figures.budget_figures, tables.budget_tables
+        "Group budget",
+        _of_head(measure.group_budget),
+        figures.budget_figures,
+        tables.budget_tables,
+        measure.GroupBudget,
     ),
-    "state": Diagnostic("Size of the state", _state, figures.state_figures, tables.state_tables),
+    "state": Diagnostic(
+        "Size of the state",
+        _state,
+        figures.state_figures,
+        tables.state_tables,
+        measure.StateCurve,
+    ),
     "concentration": Diagnostic(
         "Concentration",
         _of_layers(measure.concentration),
         figures.concentration_figures,
         tables.concentration_tables,
+        measure.Concentration,
         everywhere=True,
     ),
     "stability": Diagnostic(
-        "Stability", _of_head(measure.stability), figures.stability_figures, tables.stability_tables
+        "Stability",
+        _of_head(measure.stability),
+        figures.stability_figures,
+        tables.stability_tables,
+        measure.Stability,
     ),
     "activations": Diagnostic(
         "Residual activations",
         _of_layers(measure.activation_profile),
         figures.activation_figures,
         tables.activation_tables,
+        measure.ActivationProfile,
         everywhere=True,
     ),
     "retained-error": Diagnostic(
-        "Retained error", _retained, figures.retained_figures, tables.retained_tables
+        "Retained error",
+        _retained,
+        figures.retained_figures,
+        tables.retained_tables,
+        measure.RetainedError,
     ),
 }
