@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fitting.synthetic import HEADS, KV_HEADS, SCALE, calibration
-from linearize.attention import LinearAttention
+from linearize.attention import LinearAttention, _View
 from linearize.errors import ModelError
 from linearize.fitting import Calibration, match, match_outputs
 from linearize.kernels import HeadShape, oal
@@ -145,6 +145,27 @@ def test_a_layers_fit_improves_on_its_start(
     assert len(result.fit_mse) == len(result.start) == HEADS
     if solver == "moments" and "window" not in settings:
         assert result.fit_mse == pytest.approx(after.mse, rel=1.5)
+
+
+def test_the_gain_beside_exact_keys_starts_where_the_weights_fit() -> None:
+    """Weights of another size start with another gain, exactly as far away."""
+    gains = []
+    for size in (1.0, torch.e**-3):  # of the factor: weights differ by a factor of e^6
+        plan = Plan(window=4)
+        made, data = kernel(), calibration(plan)
+        made.factor.data *= size
+        made.eps *= size**2
+        linear = LinearAttention(made, window=4)
+        linear.gain.data += 1.0  # where it stood does not count
+        data = replace(
+            data,
+            view=lambda kernel, linear=linear: _View(kernel, None, linear.gain),
+            parameters=(linear.gain,),
+        )
+        match_outputs(made, data, steps=1, learning_rate=0.0)
+        gains.append(linear.gain.detach())
+    assert torch.equal(gains[1] - gains[0], torch.full((HEADS,), 6.0))
+    assert set(gains[0].tolist()) <= set(match.GAINS)
 
 
 def _shortened(*args: object, **changes: object) -> object:
