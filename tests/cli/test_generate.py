@@ -43,8 +43,8 @@ def test_greedy_tokens_and_cache_bytes(
         ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, return_dict_in_generate=True
     )
     softmax, *linear = made.past_key_values.layers
-    expected = softmax.keys.nbytes + softmax.values.nbytes + sum(x.state.nbytes for x in linear)
-    assert written["cache_bytes"] == expected
+    assert softmax.nbytes > softmax.keys.nbytes + softmax.values.nbytes  # room to grow
+    assert written["cache_bytes"] == softmax.nbytes + sum(x.state.nbytes for x in linear)
 
 
 def test_original_is_the_model_before_conversion(
