@@ -28,6 +28,11 @@ def test_strings_and_paths_give_the_same_ids(tmp_path: Path) -> None:
         assert ids.tolist() == wanted
 
 
+def test_no_text_means_the_default_text() -> None:
+    tokenizer = tiny.tokenizer()
+    assert torch.equal(tokenize(None, tokenizer), tokenize(default_text(), tokenizer))
+
+
 def test_several_texts_are_joined_by_two_newlines(tmp_path: Path) -> None:
     file = tmp_path / "b.txt"
     file.write_text("b")

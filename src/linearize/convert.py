@@ -22,7 +22,7 @@ from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.plan import Plan
 from linearize.processes import Processes
 from linearize.selection import Selection, check_memory, choose
-from linearize.text import Division, Source, default_text, divide, tokenize
+from linearize.text import Division, Source, divide, tokenize
 from linearize.versions import versions
 
 __all__ = [
@@ -143,7 +143,7 @@ def convert(
     model = loaded.model
     everything = attention_layers(model)
     layers = check_layers(model, everything, plan)
-    tokens = tokenize(default_text() if text is None else text, loaded.tokenizer)
+    tokens = tokenize(text, loaded.tokenizer)
     division = divide(tokens, plan)
     ranks: dict[int, int] = {}
     if plan.state_budget is not None:

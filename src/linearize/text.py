@@ -41,12 +41,12 @@ def default_text() -> str:
     return "\n\n".join(text for _, text in sorted(topics.topics.items()))
 
 
-def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
+def tokenize(source: Source | None, tokenizer: PreTrainedTokenizerBase | None) -> Tensor:
     """Token ids ``[n]`` of a text, without BOS, EOS or any other added token.
 
     Args:
         source: text, paths (``.jsonl`` files give the ``text`` field of every line), several of
-            these (joined by two newlines), or token ids.
+            these (joined by two newlines), or token ids; None for ``default_text()``.
         tokenizer: needed unless ``source`` holds token ids.
 
     Raises:
@@ -60,6 +60,7 @@ def tokenize(source: Source, tokenizer: PreTrainedTokenizerBase | None) -> Tenso
                 "Pass a LongTensor [n].",
             )
         return source.flatten().long()
+    source = default_text() if source is None else source
     parts: list[str | Path] = [source] if isinstance(source, str | Path) else list(source)
     text = "\n\n".join(read(part) for part in parts)
     if tokenizer is None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from torch import Tensor
 from typer import Option
 
 from linearize import diagnose as measure
@@ -49,7 +48,7 @@ from linearize.output import write_json, write_text
 from linearize.parts import Parts, model_identity, text_identity
 from linearize.plan import Plan
 from linearize.report import diagnose_figures as figures
-from linearize.text import Source, default_text, tokenize
+from linearize.text import Source, tokenize
 
 __all__ = ["diagnose"]
 
@@ -211,14 +210,15 @@ def diagnose(
     loaded = load_model(model)
     if settings.parts is not None and not resume:
         shutil.rmtree(settings.parts, ignore_errors=True)
-    tokens = tokenize(default_text() if source is None else source, loaded.tokenizer)
+    tokens = tokenize(source, loaded.tokenizer)
     few = plan if layers else plan.model_copy(update={"layers": _three(loaded)})
+    inputs = {"model": model_identity(loaded.model), "text": text_identity(tokens)}
     found: dict[str, Any] = {}
     for name, diagnostic in chosen.items():
         own = plan if diagnostic.everywhere else few
         # retained-error keeps its own, smaller parts
         shelf = None if name == "retained-error" else settings.parts
-        parts = Parts(shelf, _identity(own, settings, loaded, tokens))
+        parts = Parts(shelf, _identity(own, settings) | inputs)
         result = parts.read(name, diagnostic.result, "result of")
         if result is None:
             with progress(name) as advance:
@@ -235,13 +235,11 @@ def diagnose(
     store_json(json, as_json if what == "all" else as_json[what])
 
 
-def _identity(plan: Plan, settings: Settings, loaded: Loaded, tokens: Tensor) -> dict[str, Any]:
-    """Everything that decides a diagnostic besides its name."""
+def _identity(plan: Plan, settings: Settings) -> dict[str, Any]:
+    """What decides a diagnostic besides its name, the model and the text."""
     return plan.model_dump(mode="json") | {
         "head": settings.head,
         "beside": [settings.sinks, settings.window, settings.center],
-        "model": model_identity(loaded.model),
-        "text": text_identity(tokens),
     }
 
 

@@ -13,7 +13,7 @@ from linearize.diagnose.data import Progress, silent
 from linearize.errors import ModelError
 from linearize.models import Loaded, attention_layers
 from linearize.plan import Plan
-from linearize.text import Source, default_text, divide, tokenize
+from linearize.text import Source, divide, tokenize
 
 __all__ = ["ActivationProfile", "LayerActivations", "activation_profile"]
 
@@ -68,7 +68,7 @@ def activation_profile(
     """
     plan = plan or Plan()
     model = loaded.model
-    tokens = tokenize(default_text() if text is None else text, loaded.tokenizer)
+    tokens = tokenize(text, loaded.tokenizer)
     prompts = divide(tokens, plan).prompts
     largest: dict[int, Tensor] = {}
 

@@ -16,7 +16,7 @@ from linearize.kernels import HeadShape
 from linearize.kernels.oal import OAL
 from linearize.models import AttentionLayer, Loaded, attention_layers
 from linearize.plan import Plan
-from linearize.text import Source, default_text, divide, split_blocks, tokenize
+from linearize.text import Source, divide, split_blocks, tokenize
 
 __all__ = [
     "TOP",
@@ -80,7 +80,7 @@ def prepare(loaded: Loaded, text: Source | None, plan: Plan) -> Inputs:
         TextError: the text has fewer than two blocks.
     """
     layers = check_layers(loaded.model, attention_layers(loaded.model), plan)
-    tokens = tokenize(default_text() if text is None else text, loaded.tokenizer)
+    tokens = tokenize(text, loaded.tokenizer)
     return Inputs(loaded, plan, layers, tokens, divide(tokens, plan).prompts)
 
 

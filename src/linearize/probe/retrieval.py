@@ -19,7 +19,7 @@ from linearize.errors import PlanError
 from linearize.evaluate.logits import logits_from
 from linearize.models import Loaded
 from linearize.probe.retrieval_data import Contexts, make_contexts, ordinary_words
-from linearize.text import Source, default_text, tokenize
+from linearize.text import Source, tokenize
 
 __all__ = [
     "DISTANCES",
@@ -103,7 +103,7 @@ def retrieval(
     settings = [(p, d) for p in sorted(set(pairs)) for d in sorted(set(distances))]
     check_settings(settings, questions, examples, batch)
     words = ordinary_words(tokenizer)
-    filler = tokenize(default_text() if text is None else text, tokenizer)
+    filler = tokenize(text, tokenizer)
     contexts = [
         make_contexts(
             tokenizer,
