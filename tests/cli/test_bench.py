@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from linearize.report import diagnose_figures
+from linearize.report import drawing
 
 SMALL = ("--heads", 6, "--kv-heads", 2, "--dim", 8, "--lengths", "20,60", "--repeats", 1)
 
@@ -23,7 +23,7 @@ def charts(folder: Path) -> dict[str, str]:
     for file in folder.glob("*.svg"):
         text = file.read_text(encoding="utf-8")
         root = ElementTree.fromstring(text)
-        assert root.tag.endswith("svg") and diagnose_figures.GREY in root.attrib["style"]
+        assert root.tag.endswith("svg") and drawing.GREY in root.attrib["style"]
         assert f"]({file.name})" in (folder / "index.md").read_text(encoding="utf-8")
         found[file.stem] = text
     return found

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 import tiny
 from linearize.cli import app
 from linearize.cli.diagnose import DIAGNOSTICS
-from linearize.report import diagnose_figures
+from linearize.report import drawing
 from linearize.text import default_text
 
 Run = Callable[..., Result]
@@ -64,7 +64,7 @@ def test_all_draws_everything_and_lists_it(run: Run, tmp_path: Path) -> None:
     for figure in out.glob("*.svg"):
         root = ElementTree.fromstring(figure.read_text())
         assert root.tag.endswith("svg") and root.attrib["viewBox"]
-        assert diagnose_figures.GREY in root.attrib["style"]
+        assert drawing.GREY in root.attrib["style"]
         assert f"]({figure.name})" in index
         drawn.add(figure.stem)
     assert drawn == {

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from linearize.report import Memory, figures
+from linearize.report.drawing import byte_text
 from report.synthetic import DIM, conversion, layer
 
 BAR = re.compile(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+Z")
@@ -73,4 +74,4 @@ def test_there_is_no_figure_of_what_does_not_exist() -> None:
     ],
 )
 def test_bytes_in_words(count: float, text: str) -> None:
-    assert figures.byte_text(count) == text
+    assert byte_text(count) == text

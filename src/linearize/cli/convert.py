@@ -44,7 +44,7 @@ from linearize.output import check_writable
 from linearize.plan import Plan
 from linearize.processes import Processes, complete_launch
 from linearize.report import Memory
-from linearize.report.figures import byte_text
+from linearize.report.drawing import byte_text
 from linearize.selection import Selection
 from linearize.text import Source
 

@@ -32,7 +32,7 @@ from linearize.models import Loaded
 from linearize.output import check_writable, write_json
 from linearize.plan import Plan
 from linearize.report import EVALUATION, SAMPLES, Memory, write
-from linearize.report.figures import byte_text
+from linearize.report.drawing import byte_text
 from linearize.text import default_text, tokenize
 
 __all__ = ["demo"]

@@ -42,8 +42,8 @@ from linearize.kernels import available, get
 from linearize.output import write_text
 from linearize.plan import Plan
 from linearize.processes import Processes, complete_launch
+from linearize.report.drawing import byte_text
 from linearize.report.fidelity_figure import fidelity_chart
-from linearize.report.figures import byte_text
 from linearize.text import Source, default_text
 
 __all__ = ["fidelity", "show"]

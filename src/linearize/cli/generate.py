@@ -25,7 +25,7 @@ from linearize.errors import PlanError
 from linearize.models import Loaded
 from linearize.output import write_json
 from linearize.report import SAMPLES
-from linearize.report.figures import byte_text
+from linearize.report.drawing import byte_text
 
 __all__ = ["compare", "generate"]
 

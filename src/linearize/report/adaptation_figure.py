@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from linearize.adapt import AdaptationReport
-from linearize.report.figures import CONVERTED, NEUTRAL, SOFTMAX, STYLE, _svg
+from linearize.report.drawing import CONVERTED, NEUTRAL, SOFTMAX, STYLE, svg_text
 
 __all__ = ["adaptation_chart"]
 
@@ -50,4 +50,4 @@ def adaptation_chart(report: AdaptationReport) -> str:
         rate.grid(False)
         lower.set_xlabel("updates")
         lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(figure, "adaptation", "Loss along the updates of the adaptation")
+        return svg_text(figure, "adaptation", "Loss along the updates of the adaptation")

@@ -10,8 +10,17 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from linearize.bench import DecodeBench, ModelBench, OperatorBench, OperatorRow
 from linearize.bench.model import STAGES
-from linearize.report.diagnose_figures import LINE_COLOURS, _alone, _figure
-from linearize.report.figures import CONVERTED, INK, SOFTMAX, _log_axis, _svg, byte_text
+from linearize.report.drawing import (
+    CONVERTED,
+    INK,
+    LINE_COLOURS,
+    SOFTMAX,
+    alone,
+    byte_text,
+    canvas,
+    log_axis,
+    svg_text,
+)
 
 __all__ = ["decode_figures", "model_figures", "operator_figures"]
 
@@ -33,7 +42,7 @@ def decode_figures(result: DecodeBench) -> dict[str, str]:
     if not points:
         return {}
     contexts = [point.context for point in points]
-    with _figure(7.6, 3.3, 1, 2) as (figure, axes):
+    with canvas(7.6, 3.3, 1, 2) as (figure, axes):
         left, right = axes[0]
         for name, colour, style in (("softmax", SOFTMAX, "s--"), ("converted", CONVERTED, "o-")):
             times = [getattr(point, name) for point in points]
@@ -52,14 +61,12 @@ def decode_figures(result: DecodeBench) -> dict[str, str]:
         left.set_ylim(bottom=0)
         left.set_ylabel("tokens per second")
         left.legend(loc="best")
-        _log_axis(
-            right, [b for p in points for b in (p.converted_bytes or 1, p.softmax_bytes or 1)]
-        )
+        log_axis(right, [b for p in points for b in (p.converted_bytes or 1, p.softmax_bytes or 1)])
         right.set_ylabel("memory of one sequence")
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_text(value)))
         for panel in (left, right):
             _length_axis(panel, contexts, "context length in tokens")
-        return {"decode": _alone(_svg(figure, "decode", "Decoding speed and memory"))}
+        return {"decode": alone(svg_text(figure, "decode", "Decoding speed and memory"))}
 
 
 def model_figures(result: ModelBench) -> dict[str, str]:
@@ -67,7 +74,7 @@ def model_figures(result: ModelBench) -> dict[str, str]:
     timed = [point for point in result.points if point.ratio is not None]
     if not timed:
         return {}
-    with _figure(6.4, 3.2) as (figure, axes):
+    with canvas(6.4, 3.2) as (figure, axes):
         for at, stage in enumerate(STAGES):
             points = [point for point in timed if point.stage == stage]
             axes.plot(
@@ -84,14 +91,14 @@ def model_figures(result: ModelBench) -> dict[str, str]:
         axes.legend(loc="best")
         lengths = sorted({point.tokens for point in timed})
         _length_axis(axes, lengths, "tokens of the prompt or sequence")
-        return {"model": _alone(_svg(figure, "model", "Time of the whole model over softmax"))}
+        return {"model": alone(svg_text(figure, "model", "Time of the whole model over softmax"))}
 
 
 def _operator(result: OperatorBench, dtype: str) -> str:
     rows = [row for row in result.rows if row.dtype == dtype and row.forward is not None]
     paths = list(dict.fromkeys(row.path for row in rows))
     lengths = sorted({row.tokens for row in rows})
-    with _figure(7.6, 4.6, 1, 2) as (figure, axes):
+    with canvas(7.6, 4.6, 1, 2) as (figure, axes):
         left, right = axes[0]
         for path, look in _looks(paths, rows).items():
             mine = [row for row in rows if row.path == path]
@@ -99,8 +106,8 @@ def _operator(result: OperatorBench, dtype: str) -> str:
             times = [row.forward.median * 1e3 for row in mine if row.forward is not None]
             left.plot(at, times, **look, label=mine[0].title)
             right.plot(at, [max(row.peak_bytes or 0, 1) for row in mine], **look)
-        _log_axis(left, [row.forward.median * 1e3 for row in rows if row.forward is not None])
-        _log_axis(right, [max(row.peak_bytes or 0, 1) for row in rows])
+        log_axis(left, [row.forward.median * 1e3 for row in rows if row.forward is not None])
+        log_axis(right, [max(row.peak_bytes or 0, 1) for row in rows])
         left.set_ylabel("milliseconds, forward")
         right.set_ylabel("memory beyond inputs and outputs")
         for panel in (left, right):
@@ -109,7 +116,7 @@ def _operator(result: OperatorBench, dtype: str) -> str:
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_text(value)))
         figure.legend(loc="outside lower center", ncols=4, fontsize=8)
         name = f"operator-{dtype}"
-        return _alone(_svg(figure, name, f"Latency and memory against length, {dtype}"))
+        return alone(svg_text(figure, name, f"Latency and memory against length, {dtype}"))
 
 
 def _looks(paths: Sequence[str], rows: Sequence[OperatorRow]) -> dict[str, dict[str, Any]]:

@@ -7,14 +7,8 @@ figure may be paper or a dark screen.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.figure import Figure
 from matplotlib.ticker import (
     FuncFormatter,
     LogLocator,
@@ -36,16 +30,18 @@ from linearize.diagnose import (
 from linearize.diagnose.groups import HeadGroups
 from linearize.diagnose.profiles import HeadProfile
 from linearize.diagnose.stability import HeadStability
-from linearize.report.figures import (
+from linearize.report.drawing import (
     CONVERTED,
     GROUP_COLOURS,
     INK,
+    LINE_COLOURS,
     NEUTRAL,
     SOFTMAX,
-    STYLE,
-    _group_colour,
-    _log_axis,
-    _svg,
+    alone,
+    canvas,
+    group_colour,
+    log_axis,
+    svg_text,
 )
 
 __all__ = [
@@ -59,9 +55,7 @@ __all__ = [
     "state_figures",
 ]
 
-GREY = "#767676"  # 4.5:1 on white and on black
 MARKED = 2  # the largest contributions stand out in colour, as in the paper's figure 1
-LINE_COLOURS = GROUP_COLOURS[1:]
 
 # Every function gives its figures by file name without suffix.
 
@@ -79,7 +73,7 @@ def group_figures(result: Groups) -> dict[str, str]:
 def budget_figures(result: GroupBudget) -> dict[str, str]:
     """Held-out and validation error against the number of groups, with the parameters it costs."""
     name = f"budget-layer{result.layer}-head{result.head}"
-    with _figure(6.4, 3.2) as (figure, axes):
+    with canvas(6.4, 3.2) as (figure, axes):
         counts = [point.groups for point in result.points]
         for values, style, colour, label in (
             ([p.heldout_mse for p in result.points], "o-", CONVERTED, "held-out blocks"),
@@ -100,12 +94,12 @@ def budget_figures(result: GroupBudget) -> dict[str, str]:
         axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper center", ncols=3)
         axes.set_ylim(top=axes.get_ylim()[1] * 1.2)
         title = f"Error against groups, layer {result.layer}, head {result.head}"
-        return {name: _alone(_svg(figure, name, title))}
+        return {name: alone(svg_text(figure, name, title))}
 
 
 def state_figures(result: StateCurve) -> dict[str, str]:
     """Held-out error of every layer against the bytes it keeps; the untruncated kernel is hollow."""
-    with _figure(6.4, 3.2) as (figure, axes):
+    with canvas(6.4, 3.2) as (figure, axes):
         for at, (layer, curve) in enumerate(zip(result.layers, result.points, strict=True)):
             colour = GROUP_COLOURS[at % len(GROUP_COLOURS)]
             size = [point.state_bytes / 1024 for point in curve]
@@ -118,12 +112,12 @@ def state_figures(result: StateCurve) -> dict[str, str]:
         axes.set_ylabel("relative output error")
         axes.set_ylim(bottom=0)
         axes.legend(loc="best")
-        return {"state": _alone(_svg(figure, "state", "Error against the size of the state"))}
+        return {"state": alone(svg_text(figure, "state", "Error against the size of the state"))}
 
 
 def concentration_figures(result: Concentration) -> dict[str, str]:
     """Top-5 share of every head, layer by layer, against the Gaussian controls."""
-    with _figure(7.2, 3.0) as (figure, axes):
+    with canvas(7.2, 3.0) as (figure, axes):
         at = range(len(result.layers))
         for x, layer in zip(at, result.layers, strict=True):
             shown = {"label": "a pretrained head"} if x == 0 else {}
@@ -148,7 +142,7 @@ def concentration_figures(result: Concentration) -> dict[str, str]:
         axes.yaxis.set_major_formatter(PercentFormatter(1, 0))
         axes.set_ylim(0, 1)
         axes.legend(loc="upper center", ncols=2, fontsize=9)
-        return {"concentration": _alone(_svg(figure, "concentration", "Concentration per head"))}
+        return {"concentration": alone(svg_text(figure, "concentration", "Concentration per head"))}
 
 
 def stability_figures(result: Stability) -> dict[str, str]:
@@ -162,7 +156,7 @@ def stability_figures(result: Stability) -> dict[str, str]:
 
 def activation_figures(result: ActivationProfile) -> dict[str, str]:
     """The largest residual activations of every layer, and the median over dimensions."""
-    with _figure(7.2, 3.0) as (figure, axes):
+    with canvas(7.2, 3.0) as (figure, axes):
         layers = [layer.layer for layer in result.layers]
         for rank in range(len(result.layers[0].top)):
             values = [layer.top[rank] for layer in result.layers]
@@ -177,18 +171,18 @@ def activation_figures(result: ActivationProfile) -> dict[str, str]:
             )
         medians = [layer.median for layer in result.layers]
         axes.plot(layers, medians, "s--", color=NEUTRAL, markersize=3.5, label="median")
-        _log_axis(axes, [layer.top[0] for layer in result.layers] + medians)
+        log_axis(axes, [layer.top[0] for layer in result.layers] + medians)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         axes.xaxis.set_major_locator(MaxNLocator(15, integer=True))
         axes.set_xlabel("layer")
         axes.set_ylabel("largest |activation|")
         axes.legend(loc="best", ncols=4, fontsize=9)
-        return {"activations": _alone(_svg(figure, "activations", "Residual activations"))}
+        return {"activations": alone(svg_text(figure, "activations", "Residual activations"))}
 
 
 def retained_figures(result: RetainedError) -> dict[str, str]:
     """Retained error of every kernel, beside the Gaussian control and the random subsets."""
-    with _figure(7.2, 3.2) as (figure, axes):
+    with canvas(7.2, 3.2) as (figure, axes):
         width = 0.26
         for at, kernel in enumerate(result.kernels):
             bars = [(kernel.ratio, CONVERTED), (kernel.gaussian, SOFTMAX)]
@@ -222,7 +216,7 @@ def retained_figures(result: RetainedError) -> dict[str, str]:
         axes.grid(False, axis="x")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.35)
         axes.legend(loc="upper left", fontsize=8.5)
-        return {"retained-error": _alone(_svg(figure, "retained", "Retained error per kernel"))}
+        return {"retained-error": alone(svg_text(figure, "retained", "Retained error per kernel"))}
 
 
 def _profile(head: HeadProfile) -> str:
@@ -230,7 +224,7 @@ def _profile(head: HeadProfile) -> str:
     marked = dict(zip(head.order[:MARKED], (SOFTMAX, "#2a9d64"), strict=False))
     dims = range(len(head.contribution))
     colours = [marked.get(r, CONVERTED) for r in dims]
-    with _figure(7.6, 4.6, 2, 2) as (figure, axes):
+    with canvas(7.6, 4.6, 2, 2) as (figure, axes):
         for panel, values, label in (
             (axes[0][0], head.query, "mean |q|"),
             (axes[0][1], head.key, f"mean |k| of KV head {head.kv_head}"),
@@ -245,18 +239,18 @@ def _profile(head: HeadProfile) -> str:
         panel.plot(range(1, len(values) + 1), values, color=CONVERTED, linewidth=1.4)
         for rank, r in enumerate(head.order[:MARKED], 1):
             panel.plot([rank], [head.contribution[r]], "o", color=marked[r], label=f"r = {r}")
-        _log_axis(panel, values)
+        log_axis(panel, values)
         panel.set_xlabel("rank")
         panel.set_ylabel("sorted χ")
         panel.legend(loc="upper right")
         title = f"Contribution profile, layer {head.layer}, head {head.head}"
-        return _alone(_svg(figure, name, title))
+        return alone(svg_text(figure, name, title))
 
 
 def _groups(head: HeadGroups, result: Groups) -> str:
     name = f"groups-{head.layer}-{head.head}"
     owner = {r: group for group, members in enumerate(head.groups) for r in members}
-    with _figure(7.6, 4.4, 2, 1) as (figure, axes):
+    with canvas(7.6, 4.4, 2, 1) as (figure, axes):
         top, bottom = axes[0][0], axes[1][0]
         ranks = range(1, len(head.order) + 1)
         for group in range(len(head.groups)):
@@ -264,11 +258,11 @@ def _groups(head: HeadGroups, result: Groups) -> str:
             top.bar(
                 mine,
                 [head.sorted_contribution[rank - 1] for rank in mine],
-                color=_group_colour(group),
+                color=group_colour(group),
                 width=0.85,
                 label=f"group {group + 1}: {len(mine)}" + (" (bulk)" if group == 0 else ""),
             )
-        _log_axis(top, head.sorted_contribution)
+        log_axis(top, head.sorted_contribution)
         top.set_ylabel("contribution χ")
         top.grid(False, axis="x")
         top.legend(loc="upper left", ncols=3, fontsize=8.5)
@@ -289,15 +283,15 @@ def _groups(head: HeadGroups, result: Groups) -> str:
                     axis.axvline(cut.below + 0.5, color=INK, linewidth=0.9, alpha=0.6)
         bottom.set_xlabel("dimension of the head, by contribution")
         title = f"Groups, layer {head.layer}, head {head.head}"
-        return _alone(_svg(figure, name, title))
+        return alone(svg_text(figure, name, title))
 
 
 def _stability(one: HeadStability, result: Stability) -> str:
     name = f"stability-{one.layer}-{one.head}"
-    with _figure(7.6, 3.3, 1, 2) as (figure, axes):
+    with canvas(7.6, 3.3, 1, 2) as (figure, axes):
         left, right = axes[0]
         values = [*one.calibration, *one.heldout]
-        _log_axis(left, values)
+        log_axis(left, values)
         limits = left.get_ylim()
         left.set_xscale("log")
         left.set_xlim(limits)
@@ -330,22 +324,7 @@ def _stability(one: HeadStability, result: Stability) -> str:
         right.set_ylim(bottom=0)
         right.legend(loc="best", fontsize=8.5, ncols=2)
         title = f"Stability of the profile, layer {one.layer}, head {one.head}"
-        return _alone(_svg(figure, name, title))
-
-
-@contextmanager
-def _figure(width: float, height: float, rows: int = 0, columns: int = 0) -> Iterator[Any]:
-    """A figure and its axes: one, or a grid ``[rows][columns]``."""
-    with matplotlib.rc_context(STYLE | {"axes.labelsize": 9, "font.size": 9}):
-        figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
-        FigureCanvasSVG(figure)
-        axes: Axes | Any = figure.add_subplot() if not rows else None
-        yield figure, figure.subplots(rows, columns, squeeze=False) if rows else axes
-
-
-def _alone(svg: str) -> str:
-    """Give a figure the ink and font that it would take from a page."""
-    return svg.replace("<svg", f'<svg style="color: {GREY}; font-family: sans-serif"', 1) + "\n"
+        return alone(svg_text(figure, name, title))
 
 
 def _mean(values: list[float]) -> float:

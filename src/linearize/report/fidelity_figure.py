@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from linearize.evaluate import Fidelity, KernelFidelity
-from linearize.report.figures import CONVERTED, GROUP_COLOURS, INK, SOFTMAX, STYLE, _svg
+from linearize.report.drawing import CONVERTED, GROUP_COLOURS, INK, SOFTMAX, STYLE, alone, svg_text
 
 __all__ = ["fidelity_chart"]
 
@@ -22,7 +22,6 @@ MEASURES = (  # attribute of Errors, title, colour
     ("mse", "MSE before $W_o$", CONVERTED),
     ("mse_after", "MSE after $W_o$", SOFTMAX),
 )
-GREY = "#767676"  # 4.5:1 on white and on black: the page around the file is not known
 AXES_HEIGHT, LINE = 190.0, 9.5  # of the upper panel and of a label in it, roughly, in points
 CLIP = 3.0  # bars end at this multiple of the median, with their number beside them
 
@@ -47,7 +46,7 @@ def fidelity_chart(result: Fidelity) -> str:
         panels = figure.add_subfigure(grid[1]).subplots(1, len(MEASURES), sharey=True)
         for axes, (name, title, colour) in zip(panels, MEASURES, strict=True):
             _bars(axes, shown, name, title, colour)
-        return _alone(_svg(figure, "fidelity", "Error of every kernel, and its state size"))
+        return alone(svg_text(figure, "fidelity", "Error of every kernel, and its state size"))
 
 
 def _scatter(axes: Axes, shown: list[KernelFidelity]) -> None:
@@ -149,8 +148,3 @@ def _bars(axes: Axes, shown: list[KernelFidelity], name: str, title: str, colour
 def _bytes(count: float) -> str:
     """``50 kB``, without needless digits."""
     return f"{count / 1e6:g} MB" if count >= 1e6 else f"{count / 1e3:g} kB"
-
-
-def _alone(svg: str) -> str:
-    """Give a figure the ink and font that it would take from a page."""
-    return svg.replace("<svg", f'<svg style="color: {GREY}; font-family: sans-serif"', 1) + "\n"

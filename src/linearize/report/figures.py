@@ -6,11 +6,8 @@ transparent and all other colours are mid-tones, so that a figure reads on paper
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from dataclasses import dataclass
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,41 +17,26 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from linearize.convert import ConversionReport, LayerReport
 from linearize.report.data import Memory
+from linearize.report.drawing import (
+    CONVERTED,
+    FLOOR,
+    INK,
+    NEUTRAL,
+    SOFTMAX,
+    STYLE,
+    byte_text,
+    group_colour,
+    log_axis,
+    svg_text,
+)
 
 __all__ = [
-    "GROUP_COLOURS",
     "Profiles",
-    "byte_text",
     "error_chart",
     "fitting_chart",
     "memory_chart",
     "profiles",
 ]
-
-INK = "#010203"  # becomes currentColor
-FLOOR = 1e-12  # where an error of zero is drawn
-SOFTMAX, CONVERTED, NEUTRAL = "#d9772b", "#3b7de0", "#868c97"
-# The bulk first; more groups than colours start again after the bulk.
-GROUP_COLOURS = (NEUTRAL, CONVERTED, SOFTMAX, "#2a9d64", "#9a63d8", "#d14b5a", "#1798a5")
-
-STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text, in the font of the page
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": INK,
-    "grid.alpha": 0.14,
-    "grid.linewidth": 0.6,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-}
 
 
 @dataclass(frozen=True)
@@ -85,8 +67,8 @@ def error_chart(report: ConversionReport) -> str:
         axes.plot(position, means, "o-", color=CONVERTED, linewidth=1.6, markersize=5)
         _layers_axis(axes, report)
         axes.set_ylabel("relative error")
-        _log_axis(axes, [e for layer in report.layers for e in layer.validation_relative])
-        return _svg(figure, "errors", "Relative output error per layer and head")
+        log_axis(axes, [e for layer in report.layers for e in layer.validation_relative])
+        return svg_text(figure, "errors", "Relative output error per layer and head")
 
 
 def fitting_chart(report: ConversionReport) -> str | None:
@@ -113,9 +95,9 @@ def fitting_chart(report: ConversionReport) -> str | None:
         )
         _layers_axis(axes, report)
         axes.set_ylabel("mean square error")
-        _log_axis(axes, fit + validation)
+        log_axis(axes, fit + validation)
         axes.legend(loc="best")
-        return _svg(figure, "fitting", "Fitting and validation error per layer")
+        return svg_text(figure, "fitting", "Fitting and validation error per layer")
 
 
 def memory_chart(memory: Memory) -> str:
@@ -140,7 +122,7 @@ def memory_chart(memory: Memory) -> str:
         axes.set_xlabel("context length in tokens")
         axes.set_ylabel("memory of one sequence")
         axes.legend(loc="upper left")
-        return _svg(figure, "memory", "Decoding memory against context length")
+        return svg_text(figure, "memory", "Decoding memory against context length")
 
 
 def profiles(report: ConversionReport) -> Profiles | None:
@@ -155,7 +137,7 @@ def profiles(report: ConversionReport) -> Profiles | None:
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(7.2, 2.9)
         axes.set_xlim(0.2, dim + 0.8)
-        _log_axis(axes, values)
+        log_axis(axes, values)
         axes.set_xlabel("dimension of the head, by contribution")
         axes.set_ylabel("mean contribution to a logit")
         axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
@@ -166,7 +148,7 @@ def profiles(report: ConversionReport) -> Profiles | None:
             [_bars(axes, layer, head) for head in range(len(layer.profile))]
             for layer in report.layers
         ]
-        svg = _svg(figure, "profile", "Sorted contribution profile")
+        svg = svg_text(figure, "profile", "Sorted contribution profile")
     at_layer, at_head = max(
         ((i, h) for i, layer in enumerate(paths) for h in range(len(layer))),
         key=lambda at: (len(paths[at[0]][at[1]]), _steepness(report.layers[at[0]].profile[at[1]])),
@@ -174,22 +156,11 @@ def profiles(report: ConversionReport) -> Profiles | None:
     most = max(len(head) for layer in paths for head in layer)
     chosen = paths[at_layer][at_head]
     bars = "".join(
-        f'<path class="bars" style="fill:{_group_colour(group)}" '
+        f'<path class="bars" style="fill:{group_colour(group)}" '
         f'd="{chosen[group] if group < len(chosen) else ""}"/>'
         for group in range(most)
     )
     return Profiles(svg.replace("</svg>", bars + "</svg>"), paths, at_layer, at_head)
-
-
-def byte_text(count: float) -> str:
-    """``1.5 MB``; decimal units."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if count < 1000:
-            return (
-                f"{count:.0f} {unit}" if count >= 100 or unit == "bytes" else f"{count:.3g} {unit}"
-            )
-        count /= 1000
-    return f"{count:,.3g} TB"
 
 
 def _bars(axes: Axes, layer: LayerReport, head: int) -> list[str]:
@@ -218,10 +189,6 @@ def _steepness(profile: list[float]) -> float:
     return ordered[-1] / middle if middle > 0 else 0.0
 
 
-def _group_colour(group: int) -> str:
-    return GROUP_COLOURS[0 if group == 0 else 1 + (group - 1) % (len(GROUP_COLOURS) - 1)]
-
-
 def _axes(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), dpi=72, layout="constrained")
     FigureCanvasSVG(figure)
@@ -237,34 +204,5 @@ def _layers_axis(axes: Axes, report: ConversionReport) -> None:
     axes.set_xlabel("layer")
 
 
-def _log_axis(axes: Axes, values: list[float]) -> None:
-    """A logarithmic y axis around ``values`` with plain numbers, also where it spans no decade."""
-    seen = [max(value, FLOOR) for value in values if math.isfinite(value)] or [1.0]
-    low, high = min(seen) / 1.4, max(seen) * 1.4
-    axes.set_ylim(low, high)
-    axes.set_yscale("log")
-    subs = (1.0,) if math.log10(high / low) > 3 else (1.0, 2.0, 5.0)
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=20))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-
-
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values) if values else math.nan
-
-
-def _svg(figure: Figure, name: str, title: str) -> str:
-    """The figure as an ``<svg>`` element whose ids are its own."""
-    buffer = io.StringIO()
-    nothing: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    salt: Any = {"svg.hashsalt": name}
-    with matplotlib.rc_context(salt):
-        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(url\(#|href="#)', rf"\1{name}-", text)
-    text = re.sub(r"font-family: [^;\"]*", "font-family: inherit", text)
-    text = text.replace(INK, "currentColor")
-    return text.replace("<svg", f'<svg role="img" aria-label="{title}"', 1).strip()

@@ -16,7 +16,7 @@ from linearize.output import write_text
 from linearize.report import figures
 from linearize.report.adaptation_figure import adaptation_chart
 from linearize.report.data import Memory, ReportData, read
-from linearize.report.figures import GROUP_COLOURS, byte_text
+from linearize.report.drawing import GROUP_COLOURS, byte_text
 
 __all__ = ["PAGE", "render", "write"]
 

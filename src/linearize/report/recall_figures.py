@@ -14,8 +14,15 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from linearize.probe.catalogue import mixer_title
 from linearize.probe.summary import Cell
 from linearize.probe.sweep import Row
-from linearize.report.diagnose_figures import _alone, _figure
-from linearize.report.figures import CONVERTED, GROUP_COLOURS, NEUTRAL, SOFTMAX, _svg
+from linearize.report.drawing import (
+    CONVERTED,
+    GROUP_COLOURS,
+    NEUTRAL,
+    SOFTMAX,
+    alone,
+    canvas,
+    svg_text,
+)
 
 __all__ = ["recall_figures"]
 
@@ -46,7 +53,7 @@ def _heat_map(summed: Sequence[Cell], name: str, title: str) -> str:
     mixers = _mixers(summed)
     sizes = sorted({(cell.length, cell.width) for cell in summed})
     colours = LinearSegmentedColormap.from_list("depth", [CONVERTED + "00", CONVERTED + DEEPEST])
-    with _figure(2.4 + 0.75 * len(sizes), 1.0 + 0.3 * len(mixers)) as (figure, axes):
+    with canvas(2.4 + 0.75 * len(sizes), 1.0 + 0.3 * len(mixers)) as (figure, axes):
         values = [[math.nan] * len(sizes) for _ in mixers]
         for cell in summed:
             row, column = mixers.index(cell.mixer), sizes.index((cell.length, cell.width))
@@ -64,7 +71,7 @@ def _heat_map(summed: Sequence[Cell], name: str, title: str) -> str:
         axes.grid(False)
         for spine in axes.spines.values():
             spine.set_visible(False)
-        return _alone(_svg(figure, name, title))
+        return alone(svg_text(figure, name, title))
 
 
 def _widths(summed: Sequence[Cell]) -> str:
@@ -72,7 +79,7 @@ def _widths(summed: Sequence[Cell]) -> str:
     lengths = sorted({cell.length for cell in summed})
     widths = sorted({cell.width for cell in summed})
     mixers = _mixers(summed)
-    with _figure(1.2 + 2.2 * len(lengths), 3.4, 1, len(lengths)) as (figure, grid):
+    with canvas(1.2 + 2.2 * len(lengths), 3.4, 1, len(lengths)) as (figure, grid):
         for axes, length in zip(grid[0], lengths, strict=True):
             for at, mixer in enumerate(mixers):
                 found = [c for c in summed if (c.mixer, c.length) == (mixer, length)]
@@ -91,7 +98,7 @@ def _widths(summed: Sequence[Cell]) -> str:
             axes.set_xlabel("width")
             _accuracy_axis(axes, f"{length:,} tokens")
         _finish(figure, grid, mixers)
-        return _alone(_svg(figure, "widths", "Accuracy against width"))
+        return alone(svg_text(figure, "widths", "Accuracy against width"))
 
 
 def _learning(rows: Sequence[Row], summed: Sequence[Cell]) -> str:
@@ -100,7 +107,7 @@ def _learning(rows: Sequence[Row], summed: Sequence[Cell]) -> str:
     mixers = _mixers(summed)
     columns = min(len(sizes), 3)
     lines = math.ceil(len(sizes) / columns)
-    with _figure(1.2 + 2.2 * columns, 0.9 + 2.2 * lines, lines, columns) as (figure, grid):
+    with canvas(1.2 + 2.2 * columns, 0.9 + 2.2 * lines, lines, columns) as (figure, grid):
         panels = [axes for row in grid for axes in row]
         for axes in panels[len(sizes) :]:
             axes.set_visible(False)
@@ -115,7 +122,7 @@ def _learning(rows: Sequence[Row], summed: Sequence[Cell]) -> str:
             axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
             _accuracy_axis(axes, f"{length:,} tokens, width {width}")
         _finish(figure, grid, mixers)
-        return _alone(_svg(figure, "learning", "Validation accuracy over training"))
+        return alone(svg_text(figure, "learning", "Validation accuracy over training"))
 
 
 def _accuracy_axis(axes: Axes, title: str) -> None:

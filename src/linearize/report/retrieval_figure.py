@@ -7,8 +7,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter
 
 from linearize.probe import Retrieval
-from linearize.report.diagnose_figures import _alone, _figure
-from linearize.report.figures import GROUP_COLOURS, NEUTRAL, _svg
+from linearize.report.drawing import GROUP_COLOURS, NEUTRAL, alone, canvas, svg_text
 
 __all__ = ["retrieval_chart"]
 
@@ -21,7 +20,7 @@ def retrieval_chart(measured: Retrieval, softmax: Retrieval | None = None) -> st
     Left the answers that greedy decoding would write, right those that rank first among the values
     of their context.
     """
-    with _figure(7.2, 3.1, 1, 2) as (figure, grid):
+    with canvas(7.2, 3.1, 1, 2) as (figure, grid):
         left, right = grid[0]
         _panel(left, "exact", measured, softmax)
         _panel(right, "choice", measured, softmax)
@@ -36,7 +35,7 @@ def retrieval_chart(measured: Retrieval, softmax: Retrieval | None = None) -> st
             keys.append(Line2D([], [], color=NEUTRAL, linestyle="--", label="softmax"))
         keys.append(Line2D([], [], color=NEUTRAL, linestyle=":", label="chance"))
         figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), fontsize=8)
-        return _alone(_svg(figure, "retrieval", "Retrieval accuracy against distance"))
+        return alone(svg_text(figure, "retrieval", "Retrieval accuracy against distance"))
 
 
 def _panel(axes: Axes, name: str, measured: Retrieval, softmax: Retrieval | None) -> None:
