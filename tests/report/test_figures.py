@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from linearize.report import Memory, figures
-from linearize.report.drawing import byte_text
+from linearize.report.drawing import GROUP_COLOURS, byte_text
 from report.synthetic import DIM, conversion, layer
 
 BAR = re.compile(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+Z")
@@ -51,7 +51,7 @@ def test_the_head_with_most_groups_is_shown_first() -> None:
     assert made is not None and (made.layer, made.head) == (1, 1)
     shown = re.findall(r'<path class="bars" style="fill:(#\w+)" d="([^"]*)"', made.svg)
     assert [path for _, path in shown] == made.paths[1][1]
-    assert [colour for colour, _ in shown] == list(figures.GROUP_COLOURS[:3])
+    assert [colour for colour, _ in shown] == list(GROUP_COLOURS[:3])
 
 
 def test_without_groups_a_profile_has_one_colour() -> None:

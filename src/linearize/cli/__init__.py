@@ -12,6 +12,7 @@ from linearize.cli.adapt import adapt
 from linearize.cli.bench import bench
 from linearize.cli.coefficients import export_file, import_file
 from linearize.cli.common import Verbs, quiet
+from linearize.cli.compare import compare_folders
 from linearize.cli.convert import convert
 from linearize.cli.demo import demo
 from linearize.cli.diagnose import diagnose
@@ -35,6 +36,7 @@ VERBS: dict[str, Callable[..., Any]] = {
     "diagnose": diagnose,
     "generate": generate,
     "report": report,
+    "compare": compare_folders,
     "export": export_file,
     "import": import_file,
     "kernels": kernels,

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from linearize.evaluate import Fidelity, KernelFidelity
-from linearize.report.drawing import CONVERTED, GROUP_COLOURS, INK, SOFTMAX, STYLE, alone, svg_text
+from linearize.report.drawing import CONVERTED, INK, SOFTMAX, STYLE, alone, svg_text
+from linearize.report.scatter import Point, scatter
 
 __all__ = ["fidelity_chart"]
 
@@ -22,7 +21,6 @@ MEASURES = (  # attribute of Errors, title, colour
     ("mse", "MSE before $W_o$", CONVERTED),
     ("mse_after", "MSE after $W_o$", SOFTMAX),
 )
-AXES_HEIGHT, LINE = 190.0, 9.5  # of the upper panel and of a label in it, roughly, in points
 CLIP = 3.0  # bars end at this multiple of the median, with their number beside them
 
 
@@ -51,71 +49,16 @@ def fidelity_chart(result: Fidelity) -> str:
 
 def _scatter(axes: Axes, shown: list[KernelFidelity]) -> None:
     """RelMSE before ``W_o`` against the state of one layer in bytes."""
-    points = [one for one in shown if one.state_bytes and math.isfinite(one.errors.relative)]
-    axes.set_xscale("log")
     axes.set_xlabel("decoding state of one layer and sequence, bytes")
     axes.set_ylabel("RelMSE before $W_o$")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    if not points:
-        return
-    states = [one.state_bytes for one in points]
-    axes.set_xlim(min(states) / 1.5, max(states) * 3)
-    errors = [one.errors.relative for one in points]
-    if min(errors) > 0 and max(errors) > 10 * min(errors):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(min(errors) / 1.3, max(errors) * 1.3)
-    else:
-        axes.set_ylim(0, max(errors) * 1.15 or 1)
-    markers = "os^Dv<>Ph*X"
-    for at, one in enumerate(points):
-        axes.plot(
-            one.state_bytes,
-            one.errors.relative,
-            markers[at % len(markers)],
-            color=GROUP_COLOURS[at % len(GROUP_COLOURS)],
-            markersize=6,
-        )
-    for one, (right, height) in zip(points, _labels(axes, points), strict=True):
-        axes.annotate(
-            one.title,
-            (one.state_bytes, one.errors.relative),
-            xytext=(7 if right else -7, height),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=8,
-        )
-
-
-def _labels(axes: Axes, points: list[KernelFidelity]) -> list[tuple[bool, float]]:
-    """Whether a label stands right of its marker, and how far above, so that close ones stay apart."""
-    low, high = axes.get_ylim()
-    scale: Any = math.log if axes.get_yscale() == "log" else float
-
-    def height(value: float) -> float:  # in points
-        base = scale(low)
-        return AXES_HEIGHT * (scale(value) - base) / (scale(high) - base)
-
-    where = [(one.state_bytes, height(one.errors.relative)) for one in points]
-    labels = [(True, 0.0)] * len(points)
-    placed: list[tuple[bool, float, float]] = []
-    for at in sorted(range(len(points)), key=lambda i: where[i][1]):
-        state, natural = where[at]
-        right = not any(
-            1.05 < other / state < 2.5 and abs(level - natural) < LINE for other, level in where
-        )
-        wanted = natural
-        for side, other, taken in placed:
-            if side == right and 1 / 4 < state / other < 4 and wanted < taken + LINE:
-                wanted = taken + LINE
-        labels[at] = (right, wanted - natural)
-        placed.append((right, state, wanted))
-    return labels
+    scatter(
+        axes,
+        [
+            Point(one.state_bytes, one.errors.relative, one.title)
+            for one in shown
+            if one.state_bytes and math.isfinite(one.errors.relative)
+        ],
+    )
 
 
 def _bars(axes: Axes, shown: list[KernelFidelity], name: str, title: str, colour: str) -> None:
@@ -143,8 +86,3 @@ def _bars(axes: Axes, shown: list[KernelFidelity], name: str, title: str, colour
     axes.spines["bottom"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.set_title(title, fontsize=9, color=INK)
-
-
-def _bytes(count: float) -> str:
-    """``50 kB``, without needless digits."""
-    return f"{count / 1e6:g} MB" if count >= 1e6 else f"{count / 1e3:g} kB"
