@@ -111,6 +111,7 @@ def svg_text(figure: Figure, name: str, title: str) -> str:
 
 
 def group_colour(group: int) -> str:
+    """The colour of a group, the bulk being 0."""
     return GROUP_COLOURS[0 if group == 0 else 1 + (group - 1) % (len(GROUP_COLOURS) - 1)]
 
 
