@@ -10,7 +10,6 @@ import typer
 from typer import Option
 
 from linearize.cli.common import (
-    DEFAULTS,
     JsonOption,
     check_file,
     note,
@@ -20,7 +19,7 @@ from linearize.cli.common import (
     table,
 )
 from linearize.output import write_text
-from linearize.report.comparison import Comparison, compare
+from linearize.report.comparison import CONTEXT, Comparison, compare
 from linearize.report.comparison_figure import comparison_chart
 from linearize.report.drawing import byte_text
 
@@ -36,7 +35,7 @@ def compare_folders(
     ],
     context: Annotated[
         int, Option("--context", min=1, help="Tokens to give the decoding memory for.")
-    ] = DEFAULTS.context,
+    ] = CONTEXT,
     out: Annotated[
         Path | None,
         Option("--out", metavar="FILE", callback=check_file, help="Where to draw it, as SVG."),

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from linearize.errors import PlanError
+from linearize.plan import Plan
 from linearize.report.data import Memory, ReportData, read
 
-__all__ = ["Comparison", "Row", "compare"]
+__all__ = ["CONTEXT", "Comparison", "Row", "compare"]
+
+CONTEXT = Plan().context
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Comparison:
     blocks: int
 
 
-def compare(folders: Sequence[str | Path], tokens: int = 8192) -> Comparison:
+def compare(folders: Sequence[str | Path], tokens: int = CONTEXT) -> Comparison:
     """Read what is stored in folders of converted models; nothing is computed again.
 
     Args:
@@ -69,43 +72,41 @@ def compare(folders: Sequence[str | Path], tokens: int = 8192) -> Comparison:
             not on the same blocks of the same text.
     """
     found = {str(folder): read(folder) for folder in folders}
-    first: tuple[str, dict[str, Any]] | None = None
-    rows: list[Row] = []
-    for name, data in found.items():
-        measured = data.evaluation
-        if measured is None or "perplexity" not in measured:
+    if not found:
+        raise PlanError("a comparison", "no folder", "Name the folders to compare.")
+    measured = {name: _measured(name, data) for name, data in found.items()}
+    first, reference = next(iter(measured.items()))
+    for name, one in measured.items():
+        if _blocks(one) != _blocks(reference):
             raise PlanError(
-                f"comparing {name}",
-                "no perplexity in it",
-                f"Run linearize eval {name} --text FILE, as for the others.",
-            )
-        first = first or (name, measured)
-        if _blocks(measured) != _blocks(first[1]):
-            raise PlanError(
-                f"comparing {name} with {first[0]}",
-                f"{_blocks_in_words(measured)} in one, {_blocks_in_words(first[1])} in the other",
+                f"comparing {name} with {first}",
+                f"{_blocks_in_words(one)} in one, {_blocks_in_words(reference)} in the other",
                 "Run linearize eval on both with the same --text, --block and --blocks.",
             )
-        alone = [Path(other).name for other in found].count(Path(name).name) == 1
-        rows.append(_row(Path(name).name if alone else name, data, measured, tokens))
-    reference = _softmax(found, tokens)
-    if reference is not None:
-        rows.append(reference)
-    if first is None:
-        raise PlanError("a comparison", "no folder", "Name the folders to compare.")
+    last = [Path(name).name for name in found]
+    rows = [
+        _row(end if last.count(end) == 1 else name, found[name], measured[name], tokens)
+        for name, end in zip(found, last, strict=True)
+    ]
+    rows += _softmax(found, measured, tokens)
     rows.sort(key=lambda row: (row.memory, row.perplexity))
-    return Comparison(
-        [_judged(row, rows) for row in rows],
-        tokens,
-        _blocks(first[1])[0],
-        first[1]["block"],
-        first[1]["blocks"],
-    )
+    return Comparison([_judged(row, rows) for row in rows], tokens, *_blocks(reference))
+
+
+def _measured(name: str, data: ReportData) -> dict[str, Any]:
+    """The stored evaluation, if it holds a perplexity."""
+    if "perplexity" not in (data.evaluation or {}):
+        raise PlanError(
+            f"comparing {name}",
+            "no perplexity in it",
+            f"Run linearize eval {name} --text FILE, as for the others.",
+        )
+    assert data.evaluation is not None
+    return data.evaluation
 
 
 def _row(name: str, data: ReportData, measured: dict[str, Any], tokens: int) -> Row:
     memory = Memory.of(data.conversion)
-    recall = measured.get("recall")
     return Row(
         name,
         _settings(data),
@@ -114,34 +115,31 @@ def _row(name: str, data: ReportData, measured: dict[str, Any], tokens: int) -> 
         memory.after(tokens),
         memory.state,
         {part: one["value"] for part, one in measured.get("parts", {}).items()},
-        None if recall is None else recall["model"]["recalled"]["value"],
-        {task["title"]: task["model"]["accuracy"] for task in measured.get("tasks", {}).values()},
+        *_scores(measured, "model"),
     )
 
 
-def _softmax(found: dict[str, ReportData], tokens: int) -> Row | None:
+def _softmax(
+    found: dict[str, ReportData], measured: dict[str, dict[str, Any]], tokens: int
+) -> list[Row]:
     """The reference that was measured beside a model that is not adapted, if there is one."""
-    for data in found.values():
-        measured = data.evaluation or {}
-        value = measured.get("softmax_perplexity")
+    for name, one in measured.items():
+        data, value = found[name], one.get("softmax_perplexity")
         if value is not None and data.adaptation is None:
-            recall = (measured.get("recall") or {}).get("softmax")
-            tasks = {
-                task["title"]: task["softmax"]["accuracy"]
-                for task in measured.get("tasks", {}).values()
-                if task["softmax"] is not None
-            }
-            return Row(
-                "softmax",
-                data.conversion.base or "the original model",
-                value,
-                1.0,
-                Memory.of(data.conversion).before(tokens),
-                0,
-                recalled=None if recall is None else recall["recalled"]["value"],
-                accuracies=tasks,
-            )
-    return None
+            base = data.conversion.base or "the original model"
+            memory = Memory.of(data.conversion).before(tokens)
+            return [Row("softmax", base, value, 1.0, memory, 0, {}, *_scores(one, "softmax"))]
+    return []
+
+
+def _scores(measured: dict[str, Any], variant: str) -> tuple[float | None, dict[str, float]]:
+    """Perplexity on recalled tokens, and accuracies by task: of ``"model"`` or ``"softmax"``."""
+    recall = measured.get("recall", {}).get(variant)
+    tasks = measured.get("tasks", {}).values()
+    return (
+        None if recall is None else recall["recalled"]["value"],
+        {task["title"]: task[variant]["accuracy"] for task in tasks if task[variant] is not None},
+    )
 
 
 def _judged(row: Row, rows: list[Row]) -> Row:

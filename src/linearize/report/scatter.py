@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from linearize.report.drawing import GROUP_COLOURS
+from linearize.report.drawing import GROUP_COLOURS, byte_text, log_axis
 
 __all__ = ["Point", "scatter"]
 
@@ -32,7 +32,7 @@ def scatter(axes: Axes, points: Sequence[Point]) -> None:
     where it spans more than a decade. Labels keep clear of each other."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_text(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     if not points:
         return
@@ -40,11 +40,7 @@ def scatter(axes: Axes, points: Sequence[Point]) -> None:
     axes.set_xlim(min(sizes) / 1.5, max(sizes) * 3)
     values = [point.value for point in points]
     if min(values) > 0 and max(values) > 10 * min(values):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0), numticks=20))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(min(values) / 1.3, max(values) * 1.3)
+        log_axis(axes, values)
     else:
         axes.set_ylim(0, max(values) * 1.15 or 1)
     for at, point in enumerate(points):
@@ -91,8 +87,3 @@ def _labels(axes: Axes, points: Sequence[Point]) -> list[tuple[bool, float]]:
         labels[at] = (right, wanted - natural)
         placed.append((right, size, wanted))
     return labels
-
-
-def _bytes(count: float) -> str:
-    """``50 kB``, without needless digits."""
-    return f"{count / 1e6:g} MB" if count >= 1e6 else f"{count / 1e3:g} kB"
