@@ -141,6 +141,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
     "oal+sinks": {"kernel": "oal", "sinks": 3},
     "oal+rank": {"kernel": "oal", "sinks": 2, "window": 3, "center": True, "state_rank": 3},
     "global": {"kernel": "global"},
+    "softmax+sinks+window": {"kernel": "softmax", "sinks": 2, "window": 3},
 }
 # Softmax beside it: in layers before and behind, and in KV heads of the same layer.
 _MIXED: dict[str, dict[str, Any]] = {

@@ -42,7 +42,8 @@ class LinearAttention(nn.Module):
 
     Args:
         kernel: the kernel, shaped like the heads it serves.
-        sinks, window: how many first and latest keys stay exact.
+        sinks, window: how many first and latest keys stay exact. Softmax as a kernel keeps every key
+            without a window; with one, these keys alone.
         center: whether the kernel sees ``k - μ``; softmax is unchanged by such a shift.
         rank: how many directions of the keys the kernel sees; ``None`` for all.
         heads: the layer's KV heads that the kernel serves; the others keep their softmax. ``None``: all.
@@ -70,7 +71,7 @@ class LinearAttention(nn.Module):
         super().__init__()
         self.kernel = kernel
         self.sinks = sinks
-        self.window = EVERY_KEY if kernel.exact else window
+        self.window = EVERY_KEY if kernel.exact and not window else window
         self.heads = heads
         self.shape = shape or kernel.shape
         shape = kernel.shape
@@ -187,7 +188,7 @@ class LinearAttention(nn.Module):
     def map(self) -> KernelMap:
         """The kernel map as this layer presents it: transformed keys, gain applied."""
         gain: Tensor | None = self.gain
-        if self.part == "exact":  # weights of zero: only the exact keys speak
+        if self.part == "exact" or self.kernel.exact:  # weights of zero: only the exact keys speak
             gain = torch.full((self.kernel.shape.query_heads,), -torch.inf, device=self._device)
         up = self.keys.up
         kernel = self.kernel.map() if up is None else self.kernel.projected(up)
@@ -221,16 +222,22 @@ class LinearAttention(nn.Module):
         return LayerError((squared / count).tolist(), (squared / energy).tolist())
 
     @property
+    def every_key(self) -> bool:
+        """Whether all keys stay exact, so that time and memory grow as softmax's do."""
+        return self.window == EVERY_KEY
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's decoding state with the model in fp32, apart from what grows.
 
-        Zero for a kernel that keeps every key.
+        Zero for softmax over every key.
         """
-        if self.kernel.exact:
+        if self.every_key:
             return 0
         shape, element = self.kernel.shape, torch.finfo(self.kernel.dtype).bits // 8
         rank = self.keys.rank
         features = self.kernel.feature_count if rank is None else feature_count(rank)
+        features = max(features, 1)  # softmax over its exact keys stores one, which is zero
         sums = self.kernel.state_heads * features * (shape.value_dim + 1)
         exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)
         return sums * element + exact * 4

@@ -24,7 +24,8 @@ class Plan(BaseModel):
         kernel: name of a discovered kernel; ``linearize.kernels.available()`` lists them.
         layers: ``"A-B"`` (inclusive), ``"all"``, ``"middle"`` (all but the first and last tenth),
             explicit indices, or ``"auto"`` to keep the softmax of those whose conversion costs most.
-        window: how many of the latest keys stay exact (0: none).
+        window: how many of the latest keys stay exact (0: none). With kernel ``"softmax"``, a window
+            makes it softmax over these and the sinks alone.
         sinks: how many of the first keys of each sequence stay exact (0: none).
         center: subtract a fitted per-KV-head mean from every key before the kernel sees it.
         state_rank: how many directions of the keys the kernel sees, for a state of

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import linearize
+import tiny
 from linearize.converted import original_attention
 from linearize.evaluate import HarnessScore
 from linearize.report import EVALUATION, PAGE
@@ -160,6 +161,12 @@ def test_text_and_task_give_both_and_the_parts_of_a_hybrid(
     assert written["parts"].keys() == written["tasks"]["piqa"]["parts"].keys()
     values = {written["perplexity"], *(part["value"] for part in written["parts"].values())}
     assert len(values) == 3
+
+
+def test_softmax_over_the_exact_keys_has_no_parts(run, tmp_path: Path, text: Path) -> None:
+    linearize.save(tiny.converted("softmax+sinks+window"), tmp_path / "exact")
+    result = run("eval", tmp_path / "exact", "--text", text, "--ablate-linear")
+    assert result.exit_code == 2 and "no linear part" in result.stderr
 
 
 @pytest.mark.parametrize(

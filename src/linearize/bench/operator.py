@@ -261,7 +261,7 @@ class _Run:
             OperatorRow(
                 path.name,
                 path.title,
-                path.layer is None or path.layer.kernel.exact,
+                path.layer is None or path.layer.every_key,
                 self.dtype,
                 self.tokens,
                 **found[path.name],

@@ -83,7 +83,7 @@ def arithmetic(layer: LinearAttention | None, shape: HeadShape, tokens: int) -> 
     that one number is comparable between implementations.
     """
     pairs = 2 * shape.query_heads * (shape.head_dim + shape.value_dim)
-    if layer is None or layer.kernel.exact:
+    if layer is None or layer.every_key:
         return pairs * tokens * (tokens + 1) / 2
     device = next((x.device for x in (*layer.parameters(), *layer.buffers())), None)
     key = torch.ones(1, shape.kv_heads, 1, shape.head_dim, device=device)
@@ -121,7 +121,7 @@ def paths_of(
                 layer,
                 _kernel(layer, backend),
                 in_double(layer),
-                quadratic=layer.kernel.exact,
+                quadratic=layer.every_key,
                 score_bytes=0,
             )
         )

@@ -49,6 +49,7 @@ from linearize.evaluate import (
     read_questions,
     recall_split,
 )
+from linearize.kernels import get
 from linearize.models import Loaded
 from linearize.text import Source, default_text
 from linearize.versions import versions
@@ -261,6 +262,12 @@ def _variants(loaded: Loaded, reference: bool, ablate: bool) -> Variants:
                 "--ablate-linear",
                 "an unconverted model" if plan is None else "a model without sinks and window",
                 "Use it on a model converted with --sinks or --window.",
+            )
+        if get(plan.kernel).exact:
+            raise PlanError(
+                "--ablate-linear",
+                "softmax over the exact keys, which has no linear part",
+                "Leave it out; the score is that of the exact keys.",
             )
         for name, part in PARTS.items():
             variants[name] = partial(only_part, model, part)

@@ -218,7 +218,7 @@ def _run_layer(
         fitted = time.perf_counter()
         sums = _measure(linear, data, projections[layer.index])
         kernel, shape = linear.kernel, layer.shape
-        exact_keys = 0 if kernel.exact else linear.sinks + linear.window
+        exact_keys = 0 if linear.every_key else linear.sinks + linear.window
         state = kernel.state_heads * kernel.feature_count * (shape.value_dim + 1)
         finished(
             Run(

@@ -53,7 +53,8 @@ class Kernel(nn.Module, ABC):
         dtype: precision of features and sums.
         shared_state: one state serves all query heads of a KV head.
         head_wise: every parameter leads with the query head, so each head is selected on its own.
-        exact: it is softmax itself; a layer keeps every key for it instead of a state.
+        exact: it is softmax itself; a layer keeps every key for it instead of a state, or with a window
+            no more than its exact keys.
         projects: keys in r directions give it a smaller state; see :meth:`projected`.
     """
 

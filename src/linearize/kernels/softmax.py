@@ -20,7 +20,9 @@ class Softmax(Kernel):
     """``κ = e^s``, ``s = q·k·scale``. No finite features give it, so its state grows: all keys.
 
     A layer with this kernel keeps every key in its window, and nothing ever reaches the state,
-    whose single feature is zero. It is the one kernel with :attr:`exact` set.
+    whose single feature is zero. With a window of its own it is softmax over that and the sinks,
+    what StreamingLLM (Xiao et al. 2023, section 3.2) keeps: the baseline of every hybrid. It is the
+    one kernel with :attr:`exact` set.
     """
 
     name = "softmax"
