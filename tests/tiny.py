@@ -128,6 +128,7 @@ def plan(**changes: Any) -> Plan:
         "validation_blocks": 2,
         "positions": 32,
         "bootstrap": 50,
+        "joint_steps": 4,
     }
     return Plan(**settings | changes)
 

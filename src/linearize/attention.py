@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from linearize import kernels
 from linearize.errors import PlanError
-from linearize.fitting import Activations, Calibration, FitResult, softmax_outputs
+from linearize.fitting import (
+    Activations,
+    Calibration,
+    FitResult,
+    match_outputs,
+    softmax_outputs,
+)
 from linearize.kernels import HeadShape, Kernel
 from linearize.ops import Features, KernelMap, State, Weights, kernel_attention
 from linearize.ops.features import Grouped, grouped_form
@@ -23,6 +29,7 @@ __all__ = ["LayerError", "LinearAttention", "Part", "take_heads"]
 
 Part = Literal["both", "exact", "kernel"]
 EVERY_KEY = 2**62  # a window no sequence fills
+JOINT_RATE = 0.1  # peak learning rate of the joint fit, in units of a parameter's root mean square
 
 
 @dataclass(frozen=True)
@@ -195,9 +202,14 @@ class LinearAttention(nn.Module):
         return _View(kernel, self.keys, gain)
 
     def fit(self, calibration: Calibration) -> FitResult | None:
-        """Fit the key transform, then the kernel (and its gain) on frozen activations."""
+        """Fit the layer on frozen activations.
+
+        The key transform starts from moments of queries and keys, the kernel (and its gain) is
+        fitted to what it leaves of the keys; then all of them together follow the output error for
+        ``plan.joint_steps`` gradient steps.
+        """
         self.keys.fit(calibration.fit, self.sinks)
-        calibration = replace(
+        seen = replace(
             calibration,
             kernel_prompts=self.transformed(calibration.prompts),
             kernel_fit=self.transformed(calibration.fit),
@@ -205,7 +217,25 @@ class LinearAttention(nn.Module):
             view=lambda kernel: _View(kernel, None, self.gain),
             parameters=() if self.gain is None else (self.gain,),
         )
-        return self.kernel.fit(calibration)
+        result = self.kernel.fit(seen)
+        steps = calibration.plan.joint_steps
+        if self.keys.identity or self.kernel.exact or not steps:
+            return result
+        joint, _ = match_outputs(
+            self,
+            calibration,
+            steps=steps,
+            learning_rate=[
+                JOINT_RATE * (1.0 if parameter is self.gain else _size(parameter))
+                for parameter in self.parameters()
+            ],
+            decay=True,
+            head_wise=self.kernel.head_wise,
+            start="joint",
+        )
+        if result is None:
+            return joint
+        return FitResult(joint.fit_mse, result.start, result.curve + joint.curve)
 
     @torch.no_grad()
     def error(self, data: Activations) -> LayerError:
@@ -268,6 +298,11 @@ class LinearAttention(nn.Module):
 def take_heads(x: Tensor, kv_heads: Sequence[int], count: int) -> Tensor:
     """The heads of ``x [B, H, …]`` that belong to some of ``count`` KV heads."""
     return x.unflatten(1, (count, -1))[:, list(kv_heads)].flatten(1, 2)
+
+
+def _size(parameter: Tensor) -> float:
+    """Root mean square, and a hundredth for what starts at zero."""
+    return max(float(parameter.detach().square().mean().sqrt()), 0.01)
 
 
 def _check_rank(kernel: type[Kernel], rank: int, shape: HeadShape) -> None:

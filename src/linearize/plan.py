@@ -49,6 +49,8 @@ class Plan(BaseModel):
             blocks are never touched and serve as held-out text.
         positions: query positions of a fitting block that the moments take in, at random; validation
             blocks give four times as many.
+        joint_steps: gradient steps in which the keys' mean and directions are learned together with
+            the kernel, by output matching. A plan without ``center`` and ``state_rank`` takes none.
         solver: ``"moments"`` (full-batch on sufficient statistics) or ``"adam"`` (the paper's recipe).
         eps: the floor of the quadratic kernel.
         seed: seed of every random choice.
@@ -83,6 +85,7 @@ class Plan(BaseModel):
     fit_blocks: int = Field(8, ge=1)
     validation_blocks: int = Field(2, ge=1)
     positions: int = Field(1024, ge=1)
+    joint_steps: int = Field(400, ge=0)
     solver: Literal["moments", "adam"] = "moments"
     eps: float = Field(1e-6, gt=0)
     seed: int = 42

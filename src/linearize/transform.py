@@ -20,6 +20,8 @@ class KeyTransform(nn.Module):
     vary most: with the queries' second moment ``S``, ``E (q·(k − k'))² = E ‖S^½ (k − k')‖²`` is least
     when ``S^½ k'`` is the projection of ``S^½ k`` on the r leading eigenvectors of its own second moment.
 
+    That is where they start; μ, D and U are then trained with the kernel.
+
     Args:
         kv_heads, dim: shape of the keys.
         center: whether there is a μ.
@@ -27,14 +29,12 @@ class KeyTransform(nn.Module):
 
     Attributes:
         center: μ, ``[Hkv, d]``, or ``None``.
-        down, up: D and U, ``[Hkv, d, r]``, or ``None``; trained with the kernel where it is trained
-            end to end.
+        down, up: D and U, ``[Hkv, d, r]``, or ``None``.
     """
 
     def __init__(self, kv_heads: int, dim: int, *, center: bool, rank: int | None) -> None:
         super().__init__()
-        self.center: Tensor | None
-        self.register_buffer("center", torch.zeros(kv_heads, dim, device="cpu") if center else None)
+        self.center = nn.Parameter(torch.zeros(kv_heads, dim)) if center else None
         self.down: nn.Parameter | None = None
         self.up: nn.Parameter | None = None
         if rank is not None:
@@ -70,7 +70,7 @@ class KeyTransform(nn.Module):
         """Mean and directions from keys that a kernel will meet: all but the first ``sinks``."""
         keys = data.k[:, :, min(sinks, data.k.shape[2] - 1) :].double()
         if self.center is not None:
-            self.center = keys.mean((0, 2)).to(self.center)
+            self.center.data = keys.mean((0, 2)).to(self.center)
         if self.down is None or self.up is None:
             return
         _, vectors, root, inverse = logit_directions(data.q, self._centred(keys))

@@ -59,7 +59,7 @@ def test_lora_and_kernels_move_groups_and_backbone_stay() -> None:
     after = tiny.kernel_tensors(result.loaded.model)
     for name, value in kernels.items():
         moved = not torch.equal(value, after[name])
-        assert moved == name.endswith(("factor", "gain")), name
+        assert moved == name.endswith(("factor", "gain", "center")), name
     assert all(bool(value.any()) for value in lora_tensors(loaded.model).values())
     layers = lora_layers(loaded.model)
     assert len(layers) == 4 * tiny.LAYERS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fitting.synthetic import HEADS, KV_HEADS, SCALE, calibration
 from linearize.attention import LinearAttention, _View
 from linearize.errors import ModelError
-from linearize.fitting import Calibration, match, match_outputs
+from linearize.fitting import Activations, Calibration, match, match_outputs
 from linearize.kernels import HeadShape, oal
 from linearize.kernels.oal import OAL
 from linearize.plan import Plan
@@ -233,3 +233,57 @@ def test_centring_subtracts_the_mean_key_and_leaves_softmax_alone() -> None:
     )
     wanted = definition.attention(weight, *inputs, scale=SCALE)
     torch.testing.assert_close(through.double(), wanted, rtol=1e-3, atol=1e-3)
+
+
+def joint(steps: int, rank: int | None, window: int) -> tuple[LinearAttention, Tensor]:
+    """A layer fitted with so many joint steps, and its validation error per KV head.
+
+    The keys vary most in two dimensions that the values do not depend on, so the directions with
+    most logit variance are the wrong ones.
+    """
+    g = torch.Generator().manual_seed(3)
+    spread = torch.tensor([1.6, 1.6, 1.2, 1.2, 0.2, 0.2])
+    q = 1.5 * torch.randn(8, HEADS, 48, 6, generator=g)
+    k = spread * torch.randn(8, KV_HEADS, 48, 6, generator=g) + 0.5
+    v = k[..., 2:5]
+    fit, held = (Activations(q[at], k[at], v[at]) for at in (slice(0, 6), slice(6, 8)))
+    plan = Plan(positions=99, sinks=1, window=window, center=True, joint_steps=steps)
+    data = Calibration.plain(fit, fit, held, scale=SCALE, layer=0, plan=plan)
+    made = LinearAttention(OAL(SHAPE, groups=2), sinks=1, window=window, center=True, rank=rank)
+    made.fit(data)
+    return made, torch.tensor(made.error(held).mse).view(KV_HEADS, -1).mean(1)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("rank", [None, 2])
+def test_centre_and_directions_are_learned_with_the_kernel(rank: int | None, window: int) -> None:
+    """From the start that the moments give; no KV head is left worse than there."""
+    start, before = joint(0, rank, window)
+    learned, after = joint(200, rank, window)
+    assert bool((after <= before * (1 + 1e-5)).all())
+    if rank is None:
+        return  # the mean is where it should be
+    assert bool((after < 0.7 * before).all())
+    moved = {
+        name
+        for name, value in learned.named_parameters()
+        if not torch.equal(value, start.get_parameter(name))
+    }
+    assert moved == {name for name, _ in start.named_parameters()}
+
+
+def test_without_a_transform_there_is_nothing_to_join() -> None:
+    plain = LinearAttention(OAL(SHAPE, groups=2))
+    data = calibration(Plan(positions=99))
+    result = plain.fit(data)
+    alone = OAL(SHAPE, groups=2)
+    expected = alone.fit(data)
+    assert torch.equal(plain.kernel.factor, alone.factor)
+    assert result is not None and result.curve == expected.curve
+
+
+def test_rates_rise_and_fall_to_zero() -> None:
+    shares = [match._decayed(step, 100) for step in range(1, 101)]
+    assert shares[0] == pytest.approx(0.2) and max(shares) == pytest.approx(1, abs=0.01)
+    assert shares.index(max(shares)) == 4 and 0 < shares[-1] < 1e-3
+    assert shares[4:] == sorted(shares[4:], reverse=True)

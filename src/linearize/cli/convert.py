@@ -148,6 +148,13 @@ def convert(
     positions: Annotated[
         int, Option("--positions", help="Query positions sampled per fitting block.")
     ] = DEFAULTS.positions,
+    joint_steps: Annotated[
+        int,
+        Option(
+            "--joint-steps",
+            help="Gradient steps in which the keys' mean and directions are learned with the kernel.",
+        ),
+    ] = DEFAULTS.joint_steps,
     solver: Annotated[
         str, Option("--solver", metavar="moments|adam", help="adam is the paper's recipe.")
     ] = DEFAULTS.solver,
@@ -202,6 +209,7 @@ def convert(
         validation_blocks=validation_blocks,
         skip_blocks=skip_blocks,
         positions=positions,
+        joint_steps=joint_steps,
         solver=solver,
         seed=seed,
         options=parse_options(option),

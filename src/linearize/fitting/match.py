@@ -6,7 +6,8 @@ step, best validation kept (OAL paper, appendix C; SPEC section 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ GAIN_BLOCKS = 2
 
 
 class Trainable(Protocol):
-    """A module that gives its kernel map."""
+    """A kernel or a converted layer: a module that gives its kernel map."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters."""
@@ -51,7 +52,8 @@ def match_outputs(
     calibration: Calibration,
     *,
     steps: int = STEPS,
-    learning_rate: float = LEARNING_RATE,
+    learning_rate: float | Sequence[float] = LEARNING_RATE,
+    decay: bool = False,
     positions: int = POSITIONS,
     validate_every: int = VALIDATE_EVERY,
     patience: int = PATIENCE,
@@ -68,9 +70,11 @@ def match_outputs(
     Args:
         kernel: owner of the parameters; ``map()`` gives the kernel map for their current values.
         calibration: frozen activations of one layer.
-        head_wise: every parameter leads with the query head, so the best checkpoint is kept for
-            each head on its own; otherwise one checkpoint is kept for all.
-        steps, learning_rate, positions, validate_every, patience, clip: the recipe's numbers.
+        head_wise: every parameter leads with the query head or the KV head, so the best checkpoint
+            is kept for each of these on its own; otherwise one checkpoint is kept for all.
+        steps, learning_rate, positions, validate_every, patience, clip: the recipe's numbers; a
+            sequence gives every parameter a rate of its own.
+        decay: let the rates rise for a twentieth of the steps and fall to zero along a cosine.
         objective: descend this loss instead of the output error, which still selects the
             checkpoint; the result's curve is then that of the objective.
 
@@ -84,7 +88,11 @@ def match_outputs(
     generator = calibration.generator(1)
     parameters = [p for p in kernel.parameters() if p.requires_grad]
     parameters += calibration.parameters
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    rates = [learning_rate] * len(parameters) if isinstance(learning_rate, float) else learning_rate
+    optimizer = torch.optim.Adam(
+        [{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)]
+    )
+    units = min(len(p) for p in parameters) if head_wise else 1
     data, blocks = calibration.fit, len(calibration.fit)
     tokens = data.q.shape[2]
     check_at = sample_positions(tokens, CHECKED, calibration.generator(2))
@@ -153,6 +161,10 @@ def match_outputs(
                 f"a loss of {float(loss.detach())} at step {step}",
                 "Check the model's activations for NaN, or lower the learning rate.",
             )
+        if decay:
+            share = _decayed(step, steps)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * share
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, clip)
@@ -161,12 +173,12 @@ def match_outputs(
         if step % validate_every and step != steps:
             continue
         now = validate()
-        better = now < best if head_wise else (now.mean() < best.mean()).expand_as(now)
+        better = _units(now, units) < _units(best, units)
         if bool(better.any()):
             last_gain = step
-        best = torch.where(better, now, best)
+        best = torch.where(better.repeat_interleave(len(now) // units), now, best)
         for keep, parameter in zip(kept, parameters, strict=True):
-            taken = better if head_wise else better[:1]
+            taken = better.repeat_interleave(len(keep) // units) if head_wise else better
             shape = (-1,) + (1,) * (keep.ndim - 1)
             keep.copy_(torch.where(taken.view(shape), parameter.detach(), keep))
         if step - last_gain >= patience:
@@ -176,3 +188,13 @@ def match_outputs(
             parameter.copy_(keep)
         kept_error = torch.stack([errors(False, b, check_at) for b in range(blocks)]).mean(0)
     return FitResult(kept_error.tolist(), [start] * len(best), curve), best
+
+
+def _units(errors: Tensor, units: int) -> Tensor:
+    """Errors of the query heads ``[Hq]`` as those of ``units`` that share parameters."""
+    return errors.unflatten(0, (units, -1)).mean(1)
+
+
+def _decayed(step: int, steps: int) -> float:
+    """Share of the peak learning rate in a step, counted from 1."""
+    return min(1.0, 20 * step / steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
