@@ -7,7 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "linearize"
 
 LAYERS = (  # lowest first; a new top-level module or package is placed here
-    ("errors", "versions", "plan", "output", "parts", "tensors", "processes"),
+    ("errors", "versions", "plan", "output", "parts", "tensors", "processes", "schedule"),
     ("ops",),
     ("grouping", "fitting"),
     ("kernels", "transform"),

@@ -227,10 +227,7 @@ class LinearAttention(nn.Module):
             self,
             calibration,
             steps=steps,
-            learning_rate=[
-                JOINT_RATE * (1.0 if parameter is self.gain else _size(parameter))
-                for parameter in self.parameters()
-            ],
+            learning_rate=lambda p: JOINT_RATE * (1.0 if p is self.gain else _size(p)),
             decay=True,
             positions=JOINT_POSITIONS,
             validate_every=JOINT_CHECKS,
@@ -261,20 +258,30 @@ class LinearAttention(nn.Module):
         return self.window == EVERY_KEY
 
     @property
+    def state_numbers(self) -> int:
+        """Numbers in one sequence's decoding state, apart from what grows."""
+        return sum(self._stored)
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of one sequence's decoding state with the model in fp32, apart from what grows.
 
         Zero for softmax over every key.
         """
+        sums, exact = self._stored
+        return sums * (torch.finfo(self.kernel.dtype).bits // 8) + exact * 4
+
+    @property
+    def _stored(self) -> tuple[int, int]:
+        """Numbers in the kernel's sums, and in exact keys and values."""
         if self.every_key:
-            return 0
-        shape, element = self.kernel.shape, torch.finfo(self.kernel.dtype).bits // 8
-        rank = self.keys.rank
+            return 0, 0
+        shape, rank = self.kernel.shape, self.keys.rank
         features = self.kernel.feature_count if rank is None else feature_count(rank)
         features = max(features, 1)  # softmax over its exact keys stores one, which is zero
         sums = self.kernel.state_heads * features * (shape.value_dim + 1)
         exact = (self.sinks + self.window) * shape.kv_heads * (shape.head_dim + shape.value_dim)
-        return sums * element + exact * 4
+        return sums, exact
 
     def transformed(self, data: Activations) -> Activations:
         """The activations with the keys as the kernel sees them."""

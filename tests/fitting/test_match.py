@@ -283,7 +283,7 @@ def test_without_a_transform_there_is_nothing_to_join() -> None:
 
 
 def test_rates_rise_and_fall_to_zero() -> None:
-    shares = [match._decayed(step, 100) for step in range(1, 101)]
+    shares = [match._share(done, 100) for done in range(100)]
     assert shares[0] == pytest.approx(0.2) and max(shares) == pytest.approx(1, abs=0.01)
     assert shares.index(max(shares)) == 4 and 0 < shares[-1] < 1e-3
     assert shares[4:] == sorted(shares[4:], reverse=True)

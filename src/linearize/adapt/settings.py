@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from linearize.errors import PlanError
+from linearize.schedule import cosine
 
 __all__ = ["PRESETS", "AdaptSettings"]
 
@@ -116,4 +117,4 @@ class AdaptSettings(BaseModel):
         rising = math.ceil(self.warmup * steps)
         if update < rising:
             return (update + 1) / rising
-        return 0.5 * (1 + math.cos(math.pi * (update - rising) / max(1, steps - rising)))
+        return cosine(update - rising, max(1, steps - rising))

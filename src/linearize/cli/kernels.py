@@ -74,7 +74,7 @@ def _describe(name: str, shape: HeadShape) -> dict[str, Any]:
     line["trainable"] = kernel.trainable_numbers
     if not line["exact"]:
         line["features"] = kernel.feature_count
-        line["state_numbers"] = kernel.state_heads * kernel.feature_count * (shape.value_dim + 1)
+        line["state_numbers"] = kernel.state_numbers
     return line
 
 

@@ -217,17 +217,13 @@ def _run_layer(
         linear.fit(replace(calibration, plan=own))
         fitted = time.perf_counter()
         sums = _measure(linear, data, projections[layer.index])
-        kernel, shape = linear.kernel, layer.shape
-        exact_keys = 0 if linear.every_key else linear.sinks + linear.window
-        state = kernel.state_heads * kernel.feature_count * (shape.value_dim + 1)
         finished(
             Run(
                 kernel=name,
                 seed=seed,
                 layer=layer.index,
-                features=kernel.feature_count,
-                state_numbers=state
-                + exact_keys * shape.kv_heads * (shape.head_dim + shape.value_dim),
+                features=linear.kernel.feature_count,
+                state_numbers=linear.state_numbers,
                 state_bytes=linear.state_bytes,
                 trainable=linear.kernel.trainable_numbers,
                 fit_seconds=fitted - started,

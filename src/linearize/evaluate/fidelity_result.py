@@ -171,7 +171,7 @@ def summary(runs: list[Run]) -> KernelFidelity:
     return KernelFidelity(
         kernel=runs[0].kernel,
         title=cls.title,
-        exact=cls.exact and not any(run.state_bytes for run in runs),
+        exact=not any(run.state_bytes for run in runs),
         seeds=seeds,
         errors=_each(statistics.fmean, pooled),
         spread=_each(_deviation, pooled) if len(seeds) > 1 else None,

@@ -6,17 +6,18 @@ step, best validation kept (OAL paper, appendix C; SPEC section 2).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from linearize.errors import ModelError
 from linearize.fitting.data import Calibration, FitResult, sample_positions, softmax_outputs
 from linearize.ops.features import KernelMap
 from linearize.ops.pairwise import attend
+from linearize.schedule import cosine
 
 __all__ = ["Objective", "match_outputs"]
 
@@ -52,7 +53,7 @@ def match_outputs(
     calibration: Calibration,
     *,
     steps: int = STEPS,
-    learning_rate: float | Sequence[float] = LEARNING_RATE,
+    learning_rate: float | Callable[[nn.Parameter], float] = LEARNING_RATE,
     decay: bool = False,
     positions: int = POSITIONS,
     validate_every: int = VALIDATE_EVERY,
@@ -73,7 +74,7 @@ def match_outputs(
         head_wise: every parameter leads with the query head or the KV head, so the best checkpoint
             is kept for each of these on its own; otherwise one checkpoint is kept for all.
         steps, learning_rate, positions, validate_every, patience, clip: the recipe's numbers; a
-            sequence gives every parameter a rate of its own.
+            function gives every parameter a rate of its own.
         decay: let the rates rise for a twentieth of the steps and fall to zero along a cosine.
         objective: descend this loss instead of the output error, which still selects the
             checkpoint; the result's curve is then that of the objective.
@@ -88,10 +89,9 @@ def match_outputs(
     generator = calibration.generator(1)
     parameters = [p for p in kernel.parameters() if p.requires_grad]
     parameters += calibration.parameters
-    rates = [learning_rate] * len(parameters) if isinstance(learning_rate, float) else learning_rate
-    optimizer = torch.optim.Adam(
-        [{"params": [p], "lr": rate} for p, rate in zip(parameters, rates, strict=True)]
-    )
+    rate = learning_rate if callable(learning_rate) else lambda _: learning_rate
+    optimizer = torch.optim.Adam([{"params": [p], "lr": rate(p)} for p in parameters])
+    schedule = LambdaLR(optimizer, lambda done: _share(done, steps) if decay else 1.0)
     units = min(len(p) for p in parameters) if head_wise else 1
     data, blocks = calibration.fit, len(calibration.fit)
     tokens = data.q.shape[2]
@@ -161,14 +161,11 @@ def match_outputs(
                 f"a loss of {float(loss.detach())} at step {step}",
                 "Check the model's activations for NaN, or lower the learning rate.",
             )
-        if decay:
-            share = _decayed(step, steps)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * share
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(parameters, clip)
         optimizer.step()
+        schedule.step()
         curve.append(float(each.detach().mean()))
         if step % validate_every and step != steps:
             continue
@@ -195,6 +192,6 @@ def _units(errors: Tensor, units: int) -> Tensor:
     return errors.unflatten(0, (units, -1)).mean(1)
 
 
-def _decayed(step: int, steps: int) -> float:
-    """Share of the peak learning rate in a step, counted from 1."""
-    return min(1.0, 20 * step / steps) * 0.5 * (1 + math.cos(math.pi * (step - 1) / steps))
+def _share(done: int, steps: int) -> float:
+    """Share of the peak learning rate after so many steps."""
+    return min(1.0, 20 * (done + 1) / steps) * cosine(done, steps)

@@ -163,6 +163,11 @@ class Kernel(nn.Module, ABC):
         return self.shape.kv_heads if self.shared_state else self.shape.query_heads
 
     @property
+    def state_numbers(self) -> int:
+        """Numbers in the state of all heads, on all dimensions of the keys."""
+        return self.state_heads * self.feature_count * (self.shape.value_dim + 1)
+
+    @property
     def trainable_numbers(self) -> int:
         """Trainable numbers of this layer."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)

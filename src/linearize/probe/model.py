@@ -106,4 +106,4 @@ class RecallModel(nn.Module):
         kernels = [mixer.kernel for mixer in self.mixers if isinstance(mixer, KernelMixer)]
         if not kernels or any(kernel.exact for kernel in kernels):
             return None
-        return sum(k.state_heads * k.feature_count * (k.shape.value_dim + 1) for k in kernels)
+        return sum(kernel.state_numbers for kernel in kernels)

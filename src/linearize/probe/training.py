@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from linearize.errors import PlanError
 from linearize.probe.model import RecallModel
 from linearize.probe.mqar import Examples
+from linearize.schedule import cosine
 
 __all__ = ["Check", "Recipe", "Training", "accuracy", "train"]
 
@@ -120,7 +121,7 @@ def train(
     ended = "epochs"
     for step, rows in enumerate(batches, 1):
         for group in optimizer.param_groups:
-            group["lr"] = lr * (1 + math.cos(math.pi * (step - 1) / recipe.steps)) / 2
+            group["lr"] = lr * cosine(step - 1, recipe.steps)
         model.train()
         optimizer.zero_grad()
         losses.append(_add_gradients(model, examples.part(rows.to(examples.tokens.device))))
