@@ -12,7 +12,7 @@ LAYERS = (  # lowest first; a new top-level module or package is placed here
     ("grouping", "fitting"),
     ("kernels", "transform"),
     ("attention",),
-    ("interface", "models", "text", "capture", "lora"),
+    ("interface", "models", "text", "capture", "lora", "replay"),
     (
         "selection",
         "allocation",

@@ -104,6 +104,15 @@ def test_a_divergence_is_met_with_little_kept() -> None:
         linearize.convert(tiny.loaded(), tiny.text(), tiny.plan(layers="auto", max_kl=1e-9))
 
 
+def test_a_divergence_that_is_met_at_once_keeps_nothing() -> None:
+    result = linearize.convert(tiny.loaded(), tiny.text(), tiny.plan(heads="auto", max_kl=1e9))
+    selection = result.report.selection
+    assert selection is not None
+    assert len(selection.candidates) == tiny.LAYERS * tiny.KV_HEADS
+    assert not any(one.kept for one in selection.candidates)
+    assert len(converted_layers(result.loaded.model)) == tiny.LAYERS
+
+
 def test_a_memory_budget_is_kept() -> None:
     context = 3000
     full = 4 * 2 * tiny.KV_HEADS * tiny.HEAD_DIM * context  # of one softmax layer

@@ -2,8 +2,10 @@
 
 Everything is converted first. Then each unit (a layer, or a KV head with its query heads) is given its
 softmax back alone, and the divergence of the model's predictions from the original's is measured. The
-units that help most keep their softmax, and the rest is measured again beside them, round by round,
-because errors of different layers add up in ways no single measurement shows.
+one that helps most keeps its softmax. What the others are worth beside it may have changed, so the
+most promising is measured again, until one is still ahead of all others after that: it comes next
+(lazy greedy selection; Minoux 1978). That sees what has become worth less; what has become worth more
+shows when, on the way, all are measured again.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from linearize.attention import LinearAttention
 from linearize.errors import PlanError
 from linearize.interface import use_interface
 from linearize.plan import Plan
+from linearize.replay import decoder_layers, replaying
 
 __all__ = ["Candidate", "Selection", "check_memory", "choose"]
 
-TOKENS = 512  # of each measured block
+TOKENS = 2048  # measured on, from the beginnings of
+BLOCKS = 4  # validation blocks at most
 STRIDE = 4  # every fourth position is compared
-ROUNDS = 3  # measurements of all units on the way to a given number
-STEP = 1 / 12  # share of the units restored between measurements on the way to a divergence
+ROUNDS = 3  # measurements of all units on the way to a number of them
 
 Unit = tuple[int, tuple[int, ...]]  # a layer and some of its KV heads
 Heads = dict[int, tuple[int, ...]]  # layer -> KV heads
@@ -87,9 +90,9 @@ def choose(
         model: the original model; it is left as it was.
         fitted: the fitted layers, all heads of each. names: their modules.
         plan: with ``layers`` or ``heads`` set to ``"auto"``.
-        blocks: token ids to measure on; the first ``TOKENS`` of each.
+        blocks: token ids to measure on; ``TOKENS`` from the beginnings of the first ``BLOCKS``.
         retained: layers of the model that are not candidates, for the memory.
-        progress: called with (measurements done, in all at most, message).
+        progress: called with (units measured or kept so far, units to measure or keep, message).
 
     Returns:
         the layers that stay converted, cut to their converted heads, and the account.
@@ -108,20 +111,17 @@ def choose(
         )
     ]
     limit = _limit(plan, len(units), "KV heads" if by_head else "layers")
-    sample = [block[:TOKENS] for block in blocks]
+    sample = [block[: TOKENS // min(BLOCKS, len(blocks))] for block in blocks[:BLOCKS]]
     with _measuring(model, fitted, names, sample) as divergence:
         search = _Search(units, divergence, progress)
-        if limit is not None:
-            search.run(-(-limit // ROUNDS), limit=limit)
-        else:
-            search.run(
-                max(1, round(len(units) * STEP)),
-                until=plan.max_kl,
-                fits=lambda kept: (
-                    plan.memory_budget is None
-                    or _bytes(fitted, _together(kept), plan.context, retained) <= plan.memory_budget
-                ),
-            )
+        search.run(
+            len(units) if limit is None else limit,
+            until=plan.max_kl,
+            fits=lambda kept: (
+                plan.memory_budget is None
+                or _bytes(fitted, _together(kept), plan.context, retained) <= plan.memory_budget
+            ),
+        )
     exact = _together(search.kept)
     remaining = _remaining(fitted, exact)
     if not remaining:
@@ -141,66 +141,68 @@ def choose(
 
 
 class _Search:
-    """Greedy restoring, with all remaining units measured again between two steps."""
+    """Lazy greedy restoring of units, all of them measured again now and then."""
 
     def __init__(
         self, units: list[Unit], divergence: Callable[[Heads], float], progress: Progress | None
     ) -> None:
         self.kept: list[Unit] = []
         self.curve = [(0, divergence({}))]
-        self._units, self._divergence, self._progress = units, divergence, progress
+        self._units, self._divergence = units, divergence
+        self._progress = progress or (lambda done, total, message: None)
         self._latest: dict[Unit, tuple[float, float]] = {}  # divergence and gain when last measured
-        self._done = 0
+        self._current: set[Unit] = set()  # measured beside all that are kept now
 
-    def run(
-        self,
-        step: int,
-        *,
-        limit: int | None = None,
-        until: float | None = None,
-        fits: Callable[[list[Unit]], bool] = lambda kept: True,
-    ) -> None:
-        """Keep up to ``step`` units after every measurement of all, until one of the ends is met."""
-        rounds = -(-(limit or len(self._units)) // step)
-        while True:
-            added = 0
-            for unit in self._ranked(rounds):
-                if added == step or self._over(limit, until):
-                    break
-                if fits([*self.kept, unit]):
-                    self.kept.append(unit)
-                    added += 1
-                    self.curve.append((len(self.kept), self._divergence(_together(self.kept))))
-            if not added or self._over(limit, until):
+    def run(self, limit: int, *, until: float | None, fits: Callable[[list[Unit]], bool]) -> None:
+        """Keep units until there are ``limit``, none fits beside them, or the divergence is reached."""
+        self._measure_all()
+        while len(self.kept) < limit and (until is None or self.curve[-1][1] > until):
+            if self.kept and len(self.kept) % -(-limit // ROUNDS) == 0:
+                self._measure_all()
+            best = self._next(fits)
+            if best is None:
                 break
+            self.kept.append(best)
+            self._current.clear()
+            self.curve.append((len(self.kept), self._latest[best][0]))
+            self._progress(len(self.kept), limit, f"kept {self._account(best)}")
 
     def candidates(self) -> list[Candidate]:
         """The kept ones in the order they were chosen, then the others, most helpful first."""
         others = [unit for unit in self._units if unit not in self.kept]
-        others.sort(key=lambda unit: self._latest[unit][0])
         return [
             Candidate(*unit, *self._latest[unit], kept=unit in self.kept)
-            for unit in [*self.kept, *others]
+            for unit in [*self.kept, *sorted(others, key=self._worth)]
         ]
 
-    def _over(self, limit: int | None, until: float | None) -> bool:
-        kept = len(self.kept)
-        return kept == len(self._units if limit is None else self._units[:limit]) or (
-            until is not None and self.curve[-1][1] <= until
-        )
+    def _next(self, fits: Callable[[list[Unit]], bool]) -> Unit | None:
+        """The unit that is ahead of the others' last measurements in one beside all kept ones."""
+        rest = [unit for unit in self._units if unit not in self.kept and fits([*self.kept, unit])]
+        while rest:
+            best = min(rest, key=self._worth)
+            if best in self._current:
+                return best
+            self._measure(best)
+        return None
 
-    def _ranked(self, rounds: int) -> list[Unit]:
-        """Measure every unit that is not kept, beside those that are; most helpful first."""
+    def _measure_all(self) -> None:
         rest = [unit for unit in self._units if unit not in self.kept]
-        current = self.curve[-1][1]
-        for unit in rest:
-            value = self._divergence(_together([*self.kept, unit]))
-            self._latest[unit] = (value, current - value)
-            self._done += 1
-            if self._progress is not None:
-                message = f"measuring layer {unit[0]}: {value:.3f} of {current:.3f} nats"
-                self._progress(self._done, rounds * len(self._units), message)
-        return sorted(rest, key=lambda unit: self._latest[unit][0])
+        for done, unit in enumerate(rest, 1):
+            self._measure(unit)
+            self._progress(done, len(rest), f"measured {self._account(unit)}")
+
+    def _measure(self, unit: Unit) -> None:
+        value = self._divergence(_together([*self.kept, unit]))
+        self._latest[unit] = (value, self.curve[-1][1] - value)
+        self._current.add(unit)
+
+    def _worth(self, unit: Unit) -> float:
+        """For sorting: what keeps most comes first."""
+        return -self._latest[unit][1]
+
+    def _account(self, unit: Unit) -> str:
+        (layer, _), (value, gain) = unit, self._latest[unit]
+        return f"layer {layer}: {value:.3f} of {value + gain:.3f} nats"
 
 
 def check_memory(plan: Plan, layers: Sequence[LinearAttention], retained: int) -> None:
@@ -254,20 +256,23 @@ def _measuring(
 ) -> Iterator[Callable[[Heads], float]]:
     """The divergence from the original, as a function of which KV heads are exact."""
     modules = {index: model.get_submodule(name) for index, name in names.items()}
-    original = [_predictions(model, block) for block in blocks]
-
-    def divergence(exact: Heads) -> float:
-        remaining = _remaining(fitted, exact)
-        for index, module in modules.items():
-            module.linear_attention = remaining.get(index)  # type: ignore[assignment]
-        pairs = zip(blocks, original, strict=True)
-        values = [_divergence(wanted, _predictions(model, block)) for block, wanted in pairs]
-        return sum(values) / len(values)
-
+    layers, numbers = decoder_layers(model, names)
     training = model.training
     model.eval()
     try:
-        with use_interface(model):
+        original = [_predictions(model, block) for block in blocks]
+        with use_interface(model), replaying(layers) as prepare:
+
+            def divergence(exact: Heads) -> float:
+                remaining = _remaining(fitted, exact)
+                for index, module in modules.items():
+                    module.linear_attention = remaining.get(index)  # type: ignore[assignment]
+                total = 0.0
+                for place, (block, wanted) in enumerate(zip(blocks, original, strict=True)):
+                    prepare(place, [exact.get(number, ()) for number in numbers])
+                    total += _divergence(wanted, _predictions(model, block))
+                return total / len(blocks)
+
             yield divergence
     finally:
         for module in modules.values():
@@ -278,8 +283,11 @@ def _measuring(
 
 @torch.no_grad()
 def _predictions(model: PreTrainedModel, block: Tensor) -> Tensor:
-    """Log-probabilities at some positions of a block, ``[n, vocabulary]``."""
-    logits = model(input_ids=block[None].to(model.device), use_cache=False).logits[0, ::STRIDE]
+    """Log-probabilities at some positions of a block, ``[n, vocabulary]``; the head sees no others."""
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda module, given: (given[0][:, ::STRIDE],))
+    with hook:
+        logits = model(input_ids=block[None].to(model.device), use_cache=False).logits[0]
     return torch.log_softmax(logits.float(), -1)
 
 
