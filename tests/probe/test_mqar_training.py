@@ -235,6 +235,14 @@ def test_cells_take_the_best_learning_rate_by_validation_and_report_the_test() -
     assert (rwkv.accuracy, rwkv.spread, rwkv.iou, rwkv.soft_iou) == (0.3, 0.0, None, None)
 
 
+def test_a_learning_rate_that_few_seeds_have_run_is_not_chosen() -> None:
+    """The first seeds of an unfinished sweep are no mean to compare with three."""
+    rows = [row(lr=1e-3, seed=seed, validation=0.5, test=0.5) for seed in range(3)]
+    rows.append(row(lr=1e-2, seed=0, validation=0.9, test=0.9))
+    (cell,) = cells(rows)
+    assert (cell.lr, cell.seeds, cell.accuracy) == (1e-3, 3, 0.5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [({"examples": 8}, "fewer examples than a batch"), ({"epochs": 0}, "count below 1")],

@@ -15,8 +15,8 @@ __all__ = ["Cell", "cells"]
 class Cell:
     """One mixer at one length and width.
 
-    The learning rate is the one with the highest validation accuracy, mean over seeds; everything
-    else is measured on test sequences at that rate.
+    The learning rate is the one with the highest validation accuracy, mean over seeds, among those
+    run with the most seeds; everything else is measured on test sequences at that rate.
 
     Attributes:
         mixer, length, width: what was trained; pairs: of a sequence.
@@ -59,7 +59,7 @@ def _cell(rows: list[Row]) -> Cell:
     rates = dict.fromkeys(row.lr for row in rows)
     runs = max(
         ([row for row in rows if row.lr == lr] for lr in rates),
-        key=lambda found: _mean(found, lambda row: row.validation),
+        key=lambda found: (len(found), _mean(found, lambda row: row.validation)),
     )
     first = runs[0]
     accuracy = _mean(runs, lambda row: row.test)
