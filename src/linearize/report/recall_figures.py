@@ -28,7 +28,7 @@ __all__ = ["recall_figures"]
 
 COLOURS = (SOFTMAX, *(c for c in GROUP_COLOURS if c not in (SOFTMAX, NEUTRAL)), NEUTRAL)
 STYLES: tuple[Any, ...] = ("-", "--", ":", "-.")
-DEEPEST = "99"  # opacity of the full colour, hexadecimal: numbers stay readable on it
+DEEPEST = "55"  # opacity of the full colour, hexadecimal: numbers stay readable on it
 
 
 def recall_figures(rows: Sequence[Row], summed: Sequence[Cell]) -> dict[str, str]:
@@ -49,8 +49,9 @@ def recall_figures(rows: Sequence[Row], summed: Sequence[Cell]) -> dict[str, str
 
 
 def _heat_map(summed: Sequence[Cell], name: str, title: str) -> str:
-    """A row for every mixer, a column for every size, the number in its field."""
-    mixers = _mixers(summed)
+    """A row for every mixer, best first, a column for every size, the number in its field."""
+    found = {one: [getattr(c, name) for c in summed if c.mixer == one] for one in _mixers(summed)}
+    mixers = sorted(found, key=lambda one: -sum(found[one]) / len(found[one]))
     sizes = sorted({(cell.length, cell.width) for cell in summed})
     colours = LinearSegmentedColormap.from_list("depth", [CONVERTED + "00", CONVERTED + DEEPEST])
     with canvas(2.4 + 0.75 * len(sizes), 1.0 + 0.3 * len(mixers)) as (figure, axes):
