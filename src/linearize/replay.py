@@ -27,8 +27,9 @@ def decoder_layers(model: nn.Module, names: dict[int, str]) -> tuple[list[nn.Mod
     for number, name in names.items():
         parts = name.split(".")
         for depth in range(1, len(parts)):
-            if isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
-                places.setdefault(".".join(parts[:depth]), {})[int(parts[depth])] = number
+            holder = ".".join(parts[:depth])
+            if isinstance(model.get_submodule(holder), nn.ModuleList):
+                places.setdefault(holder, {})[int(parts[depth])] = number
                 break
     if len(places) != 1:
         return [], []

@@ -172,14 +172,14 @@ class _Search:
         others = [unit for unit in self._units if unit not in self.kept]
         return [
             Candidate(*unit, *self._latest[unit], kept=unit in self.kept)
-            for unit in [*self.kept, *sorted(others, key=self._worth)]
+            for unit in [*self.kept, *sorted(others, key=self._gain, reverse=True)]
         ]
 
     def _next(self, fits: Callable[[list[Unit]], bool]) -> Unit | None:
         """The unit that is ahead of the others' last measurements in one beside all kept ones."""
         rest = [unit for unit in self._units if unit not in self.kept and fits([*self.kept, unit])]
         while rest:
-            best = min(rest, key=self._worth)
+            best = max(rest, key=self._gain)
             if best in self._current:
                 return best
             self._measure(best)
@@ -196,9 +196,8 @@ class _Search:
         self._latest[unit] = (value, self.curve[-1][1] - value)
         self._current.add(unit)
 
-    def _worth(self, unit: Unit) -> float:
-        """For sorting: what keeps most comes first."""
-        return -self._latest[unit][1]
+    def _gain(self, unit: Unit) -> float:
+        return self._latest[unit][1]
 
     def _account(self, unit: Unit) -> str:
         (layer, _), (value, gain) = unit, self._latest[unit]
@@ -267,9 +266,10 @@ def _measuring(
                 remaining = _remaining(fitted, exact)
                 for index, module in modules.items():
                     module.linear_attention = remaining.get(index)  # type: ignore[assignment]
+                states = [exact.get(number, ()) for number in numbers]
                 total = 0.0
                 for place, (block, wanted) in enumerate(zip(blocks, original, strict=True)):
-                    prepare(place, [exact.get(number, ()) for number in numbers])
+                    prepare(place, states)
                     total += _divergence(wanted, _predictions(model, block))
                 return total / len(blocks)
 
