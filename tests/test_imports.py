@@ -14,6 +14,7 @@ LAYERS = (  # lowest first; a new top-level module or package is placed here
     ("attention",),
     ("interface", "models", "text", "capture", "lora", "replay"),
     (
+        "divergence",
         "selection",
         "allocation",
         "growing",

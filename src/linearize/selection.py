@@ -1,38 +1,33 @@
 """What to convert, chosen by measurement: layers or single KV heads whose conversion costs most stay.
 
 Everything is converted first. Then each unit (a layer, or a KV head with its query heads) is given its
-softmax back alone, and the divergence of the model's predictions from the original's is measured. The
-one that helps most keeps its softmax. What the others are worth beside it may have changed, so the
-most promising is measured again, until one is still ahead of all others after that: it comes next
-(lazy greedy selection; Minoux 1978). That sees what has become worth less; what has become worth more
-shows when, on the way, all are measured again.
+softmax back alone, and the divergence of the model's predictions from the original's is measured, on
+text and on text that is repeated: few tokens of a text need what was read long ago, so text alone
+hardly shows which heads look things up. Each of the two counts as a share of what it was when
+everything was converted. The unit that takes most away keeps its softmax. What the others are worth
+beside it may have changed, so the most promising is measured again, until one is still ahead of all
+others after that: it comes next (lazy greedy selection; Minoux 1978). That sees what has become worth
+less; what has become worth more shows when, on the way, all are measured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from linearize.attention import LinearAttention
+from linearize.divergence import Divergence, Heads, Samples, measuring, remaining
 from linearize.errors import PlanError
-from linearize.interface import use_interface
 from linearize.plan import Plan
-from linearize.replay import decoder_layers, replaying
 
 __all__ = ["Candidate", "Selection", "check_memory", "choose"]
 
-TOKENS = 2048  # measured on, from the beginnings of
-BLOCKS = 4  # validation blocks at most
-STRIDE = 4  # every fourth position is compared
 ROUNDS = 3  # measurements of all units on the way to a number of them
 
 Unit = tuple[int, tuple[int, ...]]  # a layer and some of its KV heads
-Heads = dict[int, tuple[int, ...]]  # layer -> KV heads
 Progress = Callable[[int, int, str], None]
 
 
@@ -42,14 +37,17 @@ class Candidate:
 
     Attributes:
         layer: zero-based. heads: its KV heads.
-        divergence: of the model in which it has its softmax back, when last measured; nats per token.
-        gain: how much lower that is than the divergence of the model it was measured in.
+        divergence: on text, of the model in which it has its softmax back, when last measured; nats
+            per token. recall: the same on repeated text.
+        gain: the share of what conversion costs that it brings back, as far as the units kept before
+            have left it: mean of text and repeated text.
         kept: whether it keeps its softmax.
     """
 
     layer: int
     heads: tuple[int, ...]
     divergence: float
+    recall: float
     gain: float
     kept: bool
 
@@ -61,17 +59,18 @@ class Selection:
     Attributes:
         unit: ``"layer"`` or ``"head"``.
         candidates: kept ones in the order they were chosen, then the others, most helpful first.
-        curve: (units kept, divergence) from nothing kept to the final choice.
+        curve: (units kept, divergence on text, on repeated text) from nothing kept to the final choice.
         decode_bytes: decoding memory of one sequence of ``context`` tokens, all layers, fp32.
-        tokens: how many tokens every measurement took.
+        tokens: of text, how many every measurement took. repeated: tokens read twice, the same.
     """
 
     unit: str
     candidates: list[Candidate]
-    curve: list[tuple[int, float]]
+    curve: list[tuple[int, float, float]]
     decode_bytes: int
     context: int
     tokens: int
+    repeated: int
 
 
 def choose(
@@ -90,7 +89,7 @@ def choose(
         model: the original model; it is left as it was.
         fitted: the fitted layers, all heads of each. names: their modules.
         plan: with ``layers`` or ``heads`` set to ``"auto"``.
-        blocks: token ids to measure on; ``TOKENS`` from the beginnings of the first ``BLOCKS``.
+        blocks: token ids to measure on, see :meth:`Samples.of`.
         retained: layers of the model that are not candidates, for the memory.
         progress: called with (units measured or kept so far, units to measure or keep, message).
 
@@ -111,8 +110,8 @@ def choose(
         )
     ]
     limit = _limit(plan, len(units), "KV heads" if by_head else "layers")
-    sample = [block[: TOKENS // min(BLOCKS, len(blocks))] for block in blocks[:BLOCKS]]
-    with _measuring(model, fitted, names, sample) as divergence:
+    samples = Samples.of(blocks)
+    with measuring(model, fitted, names, samples) as divergence:
         search = _Search(units, divergence, progress)
         search.run(
             len(units) if limit is None else limit,
@@ -123,20 +122,21 @@ def choose(
             ),
         )
     exact = _together(search.kept)
-    remaining = _remaining(fitted, exact)
-    if not remaining:
+    converted = remaining(fitted, exact)
+    if not converted:
         raise PlanError(
             f"a divergence of at most {plan.max_kl} nats per token",
             "that only the unconverted model comes so close",
             f"Allow max_kl={search.curve[-2][1]:.3g}, which leaves some of it converted.",
         )
-    return remaining, Selection(
+    return converted, Selection(
         unit="head" if by_head else "layer",
         candidates=search.candidates(),
         curve=search.curve,
         decode_bytes=_bytes(fitted, exact, plan.context, retained),
         context=plan.context,
-        tokens=sum(len(block) for block in sample),
+        tokens=sum(len(ids) for ids in samples.text),
+        repeated=sum(len(ids) // 2 for ids in samples.repeated),
     )
 
 
@@ -144,19 +144,23 @@ class _Search:
     """Lazy greedy restoring of units, all of them measured again now and then."""
 
     def __init__(
-        self, units: list[Unit], divergence: Callable[[Heads], float], progress: Progress | None
+        self,
+        units: list[Unit],
+        divergence: Callable[[Heads], Divergence],
+        progress: Progress | None,
     ) -> None:
         self.kept: list[Unit] = []
-        self.curve = [(0, divergence({}))]
+        self._start = self._reached = divergence({})
+        self.curve = [(0, *self._start)]
         self._units, self._divergence = units, divergence
         self._progress = progress or (lambda done, total, message: None)
-        self._latest: dict[Unit, tuple[float, float]] = {}  # divergence and gain when last measured
+        self._latest: dict[Unit, tuple[Divergence, float]] = {}  # and gain, when last measured
         self._current: set[Unit] = set()  # measured beside all that are kept now
 
     def run(self, limit: int, *, until: float | None, fits: Callable[[list[Unit]], bool]) -> None:
         """Keep units until there are ``limit``, none fits beside them, or the divergence is reached."""
         self._measure_all()
-        while len(self.kept) < limit and (until is None or self.curve[-1][1] > until):
+        while len(self.kept) < limit and (until is None or self._reached.text > until):
             if self.kept and len(self.kept) % -(-limit // ROUNDS) == 0:
                 self._measure_all()
             best = self._next(fits)
@@ -164,15 +168,17 @@ class _Search:
                 break
             self.kept.append(best)
             self._current.clear()
-            self.curve.append((len(self.kept), self._latest[best][0]))
+            self._reached = self._latest[best][0]
+            self.curve.append((len(self.kept), *self._reached))
             self._progress(len(self.kept), limit, f"kept {self._account(best)}")
 
     def candidates(self) -> list[Candidate]:
         """The kept ones in the order they were chosen, then the others, most helpful first."""
         others = [unit for unit in self._units if unit not in self.kept]
         return [
-            Candidate(*unit, *self._latest[unit], kept=unit in self.kept)
+            Candidate(*unit, *value, gain, kept=unit in self.kept)
             for unit in [*self.kept, *sorted(others, key=self._gain, reverse=True)]
+            for value, gain in [self._latest[unit]]
         ]
 
     def _next(self, fits: Callable[[list[Unit]], bool]) -> Unit | None:
@@ -193,7 +199,12 @@ class _Search:
 
     def _measure(self, unit: Unit) -> None:
         value = self._divergence(_together([*self.kept, unit]))
-        self._latest[unit] = (value, self.curve[-1][1] - value)
+        shares = [
+            (before - after) / start
+            for start, before, after in zip(self._start, self._reached, value, strict=True)
+            if start > 0
+        ]
+        self._latest[unit] = (value, sum(shares) / max(1, len(shares)))
         self._current.add(unit)
 
     def _gain(self, unit: Unit) -> float:
@@ -201,7 +212,7 @@ class _Search:
 
     def _account(self, unit: Unit) -> str:
         (layer, _), (value, gain) = unit, self._latest[unit]
-        return f"layer {layer}: {value:.3f} of {value + gain:.3f} nats"
+        return f"layer {layer}: {gain:.1%} back, {value.text:.3f} nats left, {value.recall:.3f} repeated"
 
 
 def check_memory(plan: Plan, layers: Sequence[LinearAttention], retained: int) -> None:
@@ -246,56 +257,6 @@ def _limit(plan: Plan, units: int, what: str) -> int | None:
     return number
 
 
-@contextmanager
-def _measuring(
-    model: PreTrainedModel,
-    fitted: dict[int, LinearAttention],
-    names: dict[int, str],
-    blocks: Sequence[Tensor],
-) -> Iterator[Callable[[Heads], float]]:
-    """The divergence from the original, as a function of which KV heads are exact."""
-    modules = {index: model.get_submodule(name) for index, name in names.items()}
-    layers, numbers = decoder_layers(model, names)
-    training = model.training
-    model.eval()
-    try:
-        original = [_predictions(model, block) for block in blocks]
-        with use_interface(model), replaying(layers) as prepare:
-
-            def divergence(exact: Heads) -> float:
-                remaining = _remaining(fitted, exact)
-                for index, module in modules.items():
-                    module.linear_attention = remaining.get(index)  # type: ignore[assignment]
-                states = [exact.get(number, ()) for number in numbers]
-                total = 0.0
-                for place, (block, wanted) in enumerate(zip(blocks, original, strict=True)):
-                    prepare(place, states)
-                    total += _divergence(wanted, _predictions(model, block))
-                return total / len(blocks)
-
-            yield divergence
-    finally:
-        for module in modules.values():
-            if hasattr(module, "linear_attention"):
-                del module.linear_attention
-        model.train(training)
-
-
-@torch.no_grad()
-def _predictions(model: PreTrainedModel, block: Tensor) -> Tensor:
-    """Log-probabilities at some positions of a block, ``[n, vocabulary]``; the head sees no others."""
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda module, given: (given[0][:, ::STRIDE],))
-    with hook:
-        logits = model(input_ids=block[None].to(model.device), use_cache=False).logits[0]
-    return torch.log_softmax(logits.float(), -1)
-
-
-def _divergence(wanted: Tensor, found: Tensor) -> float:
-    """``KL(original ‖ converted)``, nats per token."""
-    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
-
-
 def _together(units: Sequence[Unit]) -> Heads:
     """Units as the exact KV heads of every layer."""
     heads: Heads = {}
@@ -304,20 +265,9 @@ def _together(units: Sequence[Unit]) -> Heads:
     return heads
 
 
-def _remaining(fitted: dict[int, LinearAttention], exact: Heads) -> dict[int, LinearAttention]:
-    """The fitted layers cut to the heads that stay converted."""
-    remaining = {}
-    for index, linear in fitted.items():
-        gone = exact.get(index, ())
-        heads = [h for h in range(linear.shape.kv_heads) if h not in gone]
-        if heads:
-            remaining[index] = linear.select(heads) if gone else linear
-    return remaining
-
-
 def _bytes(fitted: dict[int, LinearAttention], exact: Heads, context: int, retained: int) -> int:
     """Decoding memory of one sequence: states, and the keys and values of everything exact, in fp32."""
     shape = next(iter(fitted.values())).shape
     head = 4 * (shape.head_dim + shape.value_dim) * context
-    states = sum(linear.state_bytes for linear in _remaining(fitted, exact).values())
+    states = sum(linear.state_bytes for linear in remaining(fitted, exact).values())
     return states + head * (sum(len(h) for h in exact.values()) + retained * shape.kv_heads)

@@ -266,16 +266,18 @@ def show(report: ConversionReport) -> None:
 
 def _show_selection(selection: Selection) -> None:
     """What keeps its softmax, and what that is worth."""
-    made = table("kept exact", "divergence", "gain", left=1)
+    made = table("kept exact", "divergence", "on repeated text", "gain", left=1)
     for one in selection.candidates:
         if one.kept:
             heads = f", KV head {one.heads[0]}" if selection.unit == "head" else ""
-            made.add_row(f"layer {one.layer}{heads}", f"{one.divergence:.4f}", f"{one.gain:.4f}")
+            measured = f"{one.divergence:.4f}", f"{one.recall:.4f}", f"{one.gain:.1%}"
+            made.add_row(f"layer {one.layer}{heads}", *measured)
     results.print(made)
-    (_, before), (kept, after) = selection.curve[0], selection.curve[-1]
+    (_, text, recall), (kept, text_left, recall_left) = selection.curve[0], selection.curve[-1]
     say(
         f"kept {kept} of {len(selection.candidates)} {selection.unit}s exact: divergence from the "
-        f"original {before:.3f} -> {after:.3f} nats per token, on {selection.tokens:,} tokens; "
+        f"original {text:.3f} -> {text_left:.3f} nats per token on {selection.tokens:,} tokens, "
+        f"{recall:.3f} -> {recall_left:.3f} on {selection.repeated:,} read a second time; "
         f"decoding memory at {selection.context:,} tokens {byte_text(selection.decode_bytes)}"
     )
 
