@@ -22,9 +22,9 @@ from linearize.replay import decoder_layers, replaying
 
 __all__ = ["Divergence", "Heads", "Samples", "measuring", "remaining"]
 
-TOKENS = 2048  # of text, from the beginnings of
+TOKENS = 1024  # of text, from the beginnings of
 BLOCKS = 4  # blocks at most
-REPEATED, REPEATS = 512, 2  # tokens that are read twice, from the ends of so many blocks
+REPEATED, REPEATS = 256, 2  # tokens that are read twice, from the ends of so many blocks
 STRIDE = 4  # every fourth position is compared
 
 Heads = dict[int, tuple[int, ...]]  # layer -> KV heads
