@@ -24,7 +24,7 @@ __all__ = ["Divergence", "Heads", "Samples", "measuring", "remaining"]
 
 TOKENS = 1024  # of text, from the beginnings of
 BLOCKS = 4  # blocks at most
-REPEATED, REPEATS = 256, 2  # tokens that are read twice, from the ends of so many blocks
+REPEATED = 1024  # tokens that are read twice, from the ends of blocks, at most half of each
 STRIDE = 4  # every fourth position is compared
 
 Heads = dict[int, tuple[int, ...]]  # layer -> KV heads
@@ -55,10 +55,11 @@ class Samples:
 
     @staticmethod
     def of(blocks: Sequence[Tensor]) -> Samples:
-        """``TOKENS`` from the beginnings of the first ``BLOCKS``; of the first ``REPEATS`` the last
-        ``REPEATED`` tokens (at most half a block), twice."""
+        """``TOKENS`` from the beginnings of the first ``BLOCKS``; ``REPEATED`` from the ends of as few
+        as give so many, twice: the further apart the readings, the better."""
         beginnings = [block[: TOKENS // min(BLOCKS, len(blocks))] for block in blocks[:BLOCKS]]
-        ends = [block[-min(REPEATED, len(block) // 2) :] for block in blocks[:REPEATS]]
+        length = min(REPEATED, len(blocks[0]) // 2)
+        ends = [block[-length:] for block in blocks[: REPEATED // length]]
         return Samples(beginnings, [torch.cat((end, end)) for end in ends])
 
 
