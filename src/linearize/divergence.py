@@ -22,7 +22,7 @@ from linearize.replay import decoder_layers, replaying
 
 __all__ = ["Divergence", "Heads", "Samples", "measuring", "remaining"]
 
-TOKENS = 1024  # of text, from the beginnings of
+TOKENS = 2048  # of text, from the beginnings of
 BLOCKS = 4  # blocks at most
 REPEATED = 1024  # tokens that are read twice, from the ends of blocks, at most half of each
 STRIDE = 4  # every fourth position is compared
