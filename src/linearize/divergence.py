@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from linearize.attention import LinearAttention
@@ -98,8 +99,11 @@ def measuring(
                 for kind, predictions in zip(kinds, original, strict=True):
                     total = 0.0
                     for (ids, first), wanted in zip(kind, predictions, strict=True):
-                        prepare((first, id(ids)), states)
-                        total += _divergence(wanted, _predictions(model, ids, first))
+                        prepare(id(ids), states)
+                        found = _predictions(model, ids, first)
+                        total += float(
+                            kl_div(found, wanted, reduction="batchmean", log_target=True)
+                        )
                     means.append(total / len(kind))
                 return Divergence(*means)
 
@@ -131,8 +135,3 @@ def _predictions(model: PreTrainedModel, ids: Tensor, first: int) -> Tensor:
     with hook:
         logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0]
     return torch.log_softmax(logits.float(), -1)
-
-
-def _divergence(wanted: Tensor, found: Tensor) -> float:
-    """``KL(original ‖ converted)``, nats per token."""
-    return float((wanted.exp() * (wanted - found)).sum(-1).mean())

@@ -36,7 +36,7 @@ class Plan(BaseModel):
             most. With it, or with ``layers="auto"``, one of the next three says how much is kept.
         keep: how many layers or KV heads keep their softmax: ``"16"`` or ``"10%"``.
         max_kl: keep as many as it takes to bring the divergence of the predictions from the
-            original model's, in nats per token, down to this.
+            original model's on text, in nats per token, down to this.
         memory_budget: keep as many as this many bytes of decoding memory allow, for one sequence of
             ``context`` tokens in fp32.
         fitting: ``"frozen"`` fits every layer on the original model's activations, ``"sequential"``
