@@ -70,7 +70,7 @@ torch.save(results, sys.argv[3])
 """
 
 
-TWICE = ("oal+sinks+window+center", "performer")  # those with most to store, also as adapters
+TWICE = ("oal+hybrid", "performer")  # those with most to store, also as adapters
 
 
 def test_a_new_process_under_another_seed_gives_equal_logits(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_kernels_of_other_group_settings_are_refused(tmp_path: Path) -> None:
 
 def test_kernels_of_another_kind_are_refused(tmp_path: Path) -> None:
     folder = adapter(tmp_path / "plain")
-    other = adapter(tmp_path / "window", "oal+sinks+window+center")
+    other = adapter(tmp_path / "window", "oal+hybrid")
     shutil.copy(other / KERNELS, folder / KERNELS)
     with pytest.raises(CheckpointError, match=r"0\.(center|gain)"):
         linearize.load(folder, base=tiny.loaded())

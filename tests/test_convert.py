@@ -92,7 +92,7 @@ def test_every_length_equals_the_quadratic_time_definition(
     _against_definition(variant, tokens, monkeypatch)
 
 
-@pytest.mark.parametrize("variant", ["oal", "oal+sinks+window+center"])
+@pytest.mark.parametrize("variant", ["oal", "oal+hybrid"])
 @pytest.mark.parametrize("tokens", [128, 129, 1334])
 def test_lengths_around_the_chunk_equal_the_definition(
     variant: str, tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -337,7 +337,7 @@ def test_models_converted_and_not_live_side_by_side() -> None:
 
 
 def test_a_copy_is_independent() -> None:
-    first = tiny.converted("oal+sinks+window+center").model
+    first = tiny.converted("oal+hybrid").model
     ids = tiny.prompt(1, 11)
     wanted = tiny.logits(first, ids)
     second = copy.deepcopy(first)
@@ -564,7 +564,7 @@ def test_training_reaches_every_kernel_parameter(variant: str) -> None:
                 assert float(parameter.grad.abs().max()) > 0, name
 
 
-@pytest.mark.parametrize("variant", ["oal", "oal+sinks+window+center"])
+@pytest.mark.parametrize("variant", ["oal", "oal+hybrid"])
 def test_gradient_checkpointing_gives_the_same_gradients(variant: str) -> None:
     gradients = []
     for checkpointing in (False, True):

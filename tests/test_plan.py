@@ -92,6 +92,7 @@ def test_layers_outside_the_model_are_named(layers: Any, outside: str) -> None:
         ("window", -1),
         ("sinks", -1),
         ("window", 1.5),
+        ("saturation", 0),
         ("alpha", 0),
         ("alpha", 1.1),
         ("gamma", -0.1),
@@ -147,6 +148,7 @@ def test_a_group_budget_below_the_minimum_contradicts_itself() -> None:
         ({"heads": "auto", "keep": 2, "max_kl": 0.1}, "keep, max_kl given"),
         ({"keep": 2}, "keep is for"),
         ({"state_rank": 8, "state_budget": 1000}, "exclude each other"),
+        ({"saturation": 512}, "sinks and window are 0"),
     ],
 )
 def test_contradictions_are_named(settings: dict[str, Any], found: str) -> None:

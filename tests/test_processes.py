@@ -89,10 +89,12 @@ def test_a_shared_comparison_is_bitwise_the_same_also_resumed(tmp_path: Path) ->
     ],
 )
 def test_the_number_asked_for_is_read_off_the_launcher(words: list[str], count: int | None) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)", *words]
-    ) as launcher:
+    running = "import time; print('here', flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", running, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
         try:
+            assert launcher.stdout is not None
+            launcher.stdout.readline()  # before that, its command line may not be its own yet
             if count is None:
                 with pytest.raises(BackendError, match="--num_processes N"):
                     _asked(launcher.pid)

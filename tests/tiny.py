@@ -138,7 +138,7 @@ def plan(**changes: Any) -> Plan:
 _VARIANTS: dict[str, dict[str, Any]] = {
     "oal": {"kernel": "oal"},
     "oal+window": {"kernel": "oal", "window": 4},
-    "oal+sinks+window+center": {"kernel": "oal", "window": 3, "sinks": 2, "center": True},
+    "oal+hybrid": {"kernel": "oal", "window": 3, "sinks": 2, "center": True, "saturation": 4},
     "oal+sinks": {"kernel": "oal", "sinks": 3},
     "oal+rank": {"kernel": "oal", "sinks": 2, "window": 3, "center": True, "state_rank": 3},
     "global": {"kernel": "global"},

@@ -53,6 +53,8 @@ class LinearAttention(nn.Module):
         kernel: the kernel, shaped like the heads it serves.
         sinks, window: how many first and latest keys stay exact. Softmax as a kernel keeps every key
             without a window; with one, these keys alone.
+        saturation: how many keys the kernel's part counts for at most beside the exact ones; ``None``
+            for as many as there are.
         center: whether the kernel sees ``k - μ``; softmax is unchanged by such a shift.
         rank: how many directions of the keys the kernel sees; ``None`` for all.
         heads: the layer's KV heads that the kernel serves; the others keep their softmax. ``None``: all.
@@ -72,6 +74,7 @@ class LinearAttention(nn.Module):
         *,
         sinks: int = 0,
         window: int = 0,
+        saturation: int | None = None,
         center: bool = False,
         rank: int | None = None,
         heads: tuple[int, ...] | None = None,
@@ -81,6 +84,7 @@ class LinearAttention(nn.Module):
         self.kernel = kernel
         self.sinks = sinks
         self.window = EVERY_KEY if kernel.exact and not window else window
+        self.saturation = saturation
         self.heads = heads
         self.shape = shape or kernel.shape
         shape = kernel.shape
@@ -119,6 +123,7 @@ class LinearAttention(nn.Module):
             cls.build(served, options),
             sinks=plan.sinks,
             window=plan.window,
+            saturation=plan.saturation,
             center=plan.center,
             rank=rank,
             heads=heads,
@@ -139,6 +144,7 @@ class LinearAttention(nn.Module):
             self.kernel.select(rows),
             sinks=self.sinks,
             window=self.window,
+            saturation=self.saturation,
             center=self.keys.center is not None,
             rank=self.keys.rank,
             heads=tuple(heads),
@@ -176,6 +182,7 @@ class LinearAttention(nn.Module):
                 scale=self.kernel.shape.scale,
                 sinks=0 if self.part == "kernel" else self.sinks,
                 window=0 if self.part == "kernel" else self.window,
+                saturation=self.saturation,
                 key_mask=key_mask,
                 state=state,
                 backend=backend,

@@ -27,6 +27,9 @@ class Plan(BaseModel):
         window: how many of the latest keys stay exact (0: none). With kernel ``"softmax"``, a window
             makes it softmax over these and the sinks alone.
         sinks: how many of the first keys of each sequence stay exact (0: none).
+        saturation: how many keys the kernel's part counts for at most beside the exact ones: its sum
+            over m keys is multiplied by ``min(1, saturation / m)``. For contexts longer than those
+            fitted on, where its weight would go on growing.
         center: subtract a fitted per-KV-head mean from every key before the kernel sees it.
         state_rank: how many directions of the keys the kernel sees, for a state of
             ``1 + r + r(r+1)/2`` features (OAL and the learned global quadratic); all by default.
@@ -63,6 +66,7 @@ class Plan(BaseModel):
     layers: LayerChoice = "middle"
     window: int = Field(0, ge=0)
     sinks: int = Field(0, ge=0)
+    saturation: int | None = Field(None, ge=1)
     center: bool = False
     state_rank: int | None = Field(None, ge=1)
     state_budget: int | None = Field(None, ge=1)
@@ -139,6 +143,8 @@ class Plan(BaseModel):
             raise ValueError(f'{given[0]} is for layers="auto" or heads="auto"')
         if self.state_rank is not None and self.state_budget is not None:
             raise ValueError("state_rank and state_budget exclude each other")
+        if self.saturation is not None and not (self.sinks or self.window):
+            raise ValueError("saturation is a limit beside exact keys, and sinks and window are 0")
         return self
 
     @property

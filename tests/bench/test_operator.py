@@ -182,17 +182,17 @@ def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", ["oal", "performer", "hedgehog", "softmax"])
-@pytest.mark.parametrize("exact", [(0, 0), (3, 5)])
+@pytest.mark.parametrize("exact", [(0, 0, None), (3, 5, None), (3, 5, 6)])
 def test_the_oracle_is_the_definition_whatever_its_blocks(
-    name: str, exact: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    name: str, exact: tuple[int, int, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("linearize.bench.oracle.KEYS", 7)
-    plan = Plan(sinks=exact[0], window=exact[1])
+    kept = dict(zip(("sinks", "window", "saturation"), exact, strict=True))
+    plan = Plan(**kept)
     layer = in_double(layer_of(name, SHAPE, plan, 3, CPU))
     q, k, v = (torch.randn(1, heads, 30, 8, dtype=torch.float64) for heads in (6, 2, 2))
-    wanted = pairwise.attend(
-        layer.map(), q, k, v, scale=SHAPE.scale, sinks=layer.sinks, window=layer.window
-    )
+    kept["window"] = layer.window
+    wanted = pairwise.attend(layer.map(), q, k, v, scale=SHAPE.scale, **kept)
     at = torch.tensor([0, 4, 5, 17, 29])
     actual = expected(layer, q[:, :, at], k, v, at)
     torch.testing.assert_close(actual, wanted[:, :, at], rtol=1e-9, atol=1e-9)

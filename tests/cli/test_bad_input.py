@@ -64,6 +64,7 @@ def test_layers_outside_the_model(
     ("given", "asked"),
     [
         (("--window", "-1"), "window=-1"),
+        (("--window", "9", "--saturation", "0"), "saturation=0"),
         (("--alpha", "2"), "alpha=2"),
         (("--solver", "guess"), "solver='guess'"),
         (("--groups", "0"), "groups=0"),

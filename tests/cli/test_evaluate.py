@@ -8,6 +8,7 @@ import pytest
 
 import linearize
 import tiny
+from cli.conftest import SMALL
 from linearize.converted import original_attention
 from linearize.evaluate import HarnessScore
 from linearize.report import EVALUATION, PAGE
@@ -161,6 +162,28 @@ def test_text_and_task_give_both_and_the_parts_of_a_hybrid(
     assert written["parts"].keys() == written["tasks"]["piqa"]["parts"].keys()
     values = {written["perplexity"], *(part["value"] for part in written["parts"].values())}
     assert len(values) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "block", "warned"),
+    [
+        (("--sinks", "2"), "64", False),
+        (("--sinks", "2"), "65", True),
+        (("--sinks", "2", "--saturation", "64"), "65", False),
+        (("--sinks", "2", "--saturation", "65"), "90", True),
+        ((), "65", False),
+        (("--sinks", "2", "--window", "4", "--kernel", "softmax"), "65", False),
+    ],
+)
+def test_blocks_longer_than_those_fitted_on_are_remarked(
+    run, base: Path, text: Path, tmp_path: Path, options: tuple[str, ...], block: str, warned: bool
+) -> None:
+    out = tmp_path / "out"
+    made = run("convert", base, "--out", out, "--text", text, *SMALL, *options)
+    assert made.exit_code == 0, made.stderr
+    result = run("eval", out, "--text", text, "--block", block, "--blocks", "1")
+    assert result.exit_code == 0, result.stderr
+    assert ("kernels fitted on 64" in result.stderr) == warned
 
 
 def test_softmax_over_the_exact_keys_has_no_parts(run, tmp_path: Path, text: Path) -> None:

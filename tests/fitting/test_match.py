@@ -125,7 +125,14 @@ def _linear(plan: Plan) -> LinearAttention:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"window": 4}, {"sinks": 2, "window": 3, "center": True}, {"groups": 3}]
+    "settings",
+    [
+        {},
+        {"window": 4},
+        {"sinks": 2, "window": 3, "center": True},
+        {"window": 4, "saturation": 5},
+        {"groups": 3},
+    ],
 )
 @pytest.mark.parametrize("solver", ["moments", "adam"])
 def test_a_layers_fit_improves_on_its_start(

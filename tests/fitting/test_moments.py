@@ -1,6 +1,7 @@
 """The moments reproduce the output error of attention itself, for any factor."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,8 @@ def direct_loss(
     head: int,
     *,
     eps: float,
-    sinks: int,
-    window: int,
     at: list[Tensor],
+    **exact: Any,
 ) -> float:
     """Mean of ``‖ŷ - y‖² / dv`` over the given positions of every block, from attention itself.
 
@@ -37,7 +37,7 @@ def direct_loss(
     q, v = data.q[:, head : head + 1], data.v[:, kv : kv + 1]
     k, seen = data.k[:, kv : kv + 1], kernel_k[:, kv : kv + 1]
     weight = definition.grouped_weight(groups[head : head + 1], factor[None], eps=eps, scale=SCALE)
-    student = definition.attention(weight, q, seen, v, scale=SCALE, sinks=sinks, window=window)
+    student = definition.attention(weight, q, seen, v, scale=SCALE, **exact)
     target = definition.attention(None, q, k, v, scale=SCALE)
     errors = (student - target).square().mean(-1)[:, 0]
     return float(torch.stack([errors[b, at[b]].mean() for b in range(len(data))]).mean())
@@ -50,6 +50,7 @@ def collect(
         "scale": SCALE,
         "sinks": 0,
         "window": 0,
+        "saturation": None,
         "positions": positions,
         "generator": torch.Generator().manual_seed(4),
     }
@@ -72,13 +73,15 @@ def grouping(count: int, *, seed: int = 0) -> Tensor:
 def test_the_loss_from_moments_is_the_output_error(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4))
     sinks, window = data.draw(st.sampled_from([(0, 0), (2, 0), (0, 5), (1, 4), (0, 40)]))
+    saturation = data.draw(st.none() | st.integers(1, 20)) if sinks or window else None
+    exact = {"sinks": sinks, "window": window, "saturation": saturation}
     eps = data.draw(st.sampled_from([1e-6, 0.3]))
     size = data.draw(st.sampled_from([1.0, 3.0]))
     tokens, blocks = data.draw(st.sampled_from([1, 2, 9, 20])), data.draw(st.integers(1, 2))
     inputs = activations(blocks, tokens, seed=data.draw(st.integers(0, 99)), size=size)
     groups = grouping(count)
     heads = data.draw(st.lists(st.integers(0, HEADS - 1), min_size=1, unique=True))
-    found = collect(inputs, groups, heads, sinks=sinks, window=window)
+    found = collect(inputs, groups, heads, **exact)
     assert found.groups == count
     factor = torch.randn(len(heads), 2, count + 1, count + 1, dtype=torch.float64).tril()
     losses = evaluate(found, factor, eps)
@@ -92,9 +95,8 @@ def test_the_loss_from_moments_is_the_output_error(data: st.DataObject) -> None:
                 factor[row, start],
                 head,
                 eps=eps,
-                sinks=sinks,
-                window=window,
                 at=everywhere,
+                **exact,
             )
             assert float(losses[row, start]) == pytest.approx(wanted, rel=RELATIVE, abs=1e-9)
 
@@ -111,9 +113,7 @@ def test_only_the_sampled_positions_count() -> None:
         )
         found = collect(inputs, groups, [1])
     factor = torch.randn(1, 1, 3, 3, dtype=torch.float64).tril()
-    wanted = direct_loss(
-        inputs, inputs.k, groups, factor[0, 0], 1, eps=1e-6, sinks=0, window=0, at=at
-    )
+    wanted = direct_loss(inputs, inputs.k, groups, factor[0, 0], 1, eps=1e-6, at=at)
     assert float(evaluate(found, factor, 1e-6)) == pytest.approx(wanted, rel=RELATIVE)
 
 
@@ -128,9 +128,7 @@ def test_positions_are_those_of_the_generator(
     at = [sample_positions(60, drawn, generator) for _ in range(2)]
     found = collect(inputs, groups, [2], positions=positions)
     factor = torch.randn(1, 1, 4, 4, dtype=torch.float64).tril()
-    wanted = direct_loss(
-        inputs, inputs.k, groups, factor[0, 0], 2, eps=1e-6, sinks=0, window=0, at=at
-    )
+    wanted = direct_loss(inputs, inputs.k, groups, factor[0, 0], 2, eps=1e-6, at=at)
     assert float(evaluate(found, factor, 1e-6)) == pytest.approx(wanted, rel=RELATIVE)
 
 
@@ -147,8 +145,6 @@ def test_the_kernel_sees_its_own_keys_and_the_target_the_models() -> None:
             factor[row, 0],
             head,
             eps=1e-6,
-            sinks=0,
-            window=0,
             at=[torch.arange(14)] * 2,
         )
         losses = evaluate(found, factor, 1e-6)

@@ -109,6 +109,7 @@ def collect(data: Activations, groups: Tensor, *, sinks: int = 0, window: int = 
         scale=SCALE,
         sinks=sinks,
         window=window,
+        saturation=None,
         positions=99,
         generator=torch.Generator().manual_seed(0),
     )

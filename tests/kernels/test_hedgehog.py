@@ -42,10 +42,12 @@ def test_starts_as_the_identity() -> None:
         assert torch.equal(weight, torch.eye(64))
 
 
-@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (2, 3)])
-def test_weight_matching_is_the_cross_entropy_of_attention_weights(sinks: int, window: int) -> None:
+@pytest.mark.parametrize(("sinks", "window", "saturation"), [(0, 0, None), (2, 3, None), (2, 3, 2)])
+def test_weight_matching_is_the_cross_entropy_of_attention_weights(
+    sinks: int, window: int, saturation: int | None
+) -> None:
     kernel = make("hedgehog", shape_of(2, 1, dim=3))
-    data = calibration(kernel.shape, tokens=9, sinks=sinks, window=window)
+    data = calibration(kernel.shape, tokens=9, sinks=sinks, window=window, saturation=saturation)
     at = torch.tensor([0, 4, 8])
     with torch.no_grad():
         loss = weight_matching(data)(kernel, 0, at)
@@ -59,8 +61,9 @@ def test_weight_matching_is_the_cross_entropy_of_attention_weights(sinks: int, w
                 soft.append(math.exp(float(q[head, i] @ k[j]) * 3**-0.5))
                 key = features(kernel.key_map[head].tolist(), k[j].tolist())
                 kept = j < sinks or i - j < window
+                held = min(1.0, (saturation or 9) / max(1, i + 1 - sinks - window))
                 own.append(
-                    soft[-1] if kept else sum(a * b for a, b in zip(query, key, strict=True))
+                    soft[-1] if kept else held * sum(a * b for a, b in zip(query, key, strict=True))
                 )
             for a, b in zip(soft, own, strict=True):
                 total -= a / sum(soft) * math.log(b / sum(own)) / len(at)

@@ -28,6 +28,7 @@ class Case:
     scale: float = 0.5
     sinks: int = 0
     window: int = 0
+    saturation: int | None = None
     key_mask: Tensor | None = None
 
     @property
@@ -39,6 +40,12 @@ class Case:
         return GroupedQuadratic(
             self.groups, self.factor, eps=self.eps, scale=self.scale, dtype=self.q.dtype
         )
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every engine takes by name."""
+        names = ("scale", "sinks", "window", "saturation", "key_mask")
+        return {name: getattr(self, name) for name in names}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v, self.factor
@@ -76,7 +83,7 @@ def make(
 
 @st.composite
 def random_cases(draw: st.DrawFn, *, hybrid: bool = True, masked: bool = True) -> Case:
-    """Cases of all small shapes; with ``hybrid`` also sinks and windows, with ``masked`` padding."""
+    """Cases of all small shapes; ``hybrid``: some with exact keys and saturation; ``masked``: padding."""
     tokens = draw(st.integers(1, 14))
     batch = draw(st.integers(1, 2))
     case = make(
@@ -90,6 +97,7 @@ def random_cases(draw: st.DrawFn, *, hybrid: bool = True, masked: bool = True) -
         seed=draw(st.integers(0, 2**16)),
         sinks=draw(st.integers(0, 3)) if hybrid else 0,
         window=draw(st.integers(0, 6)) if hybrid else 0,
+        saturation=draw(st.none() | st.integers(1, 6)) if hybrid else None,
         key_mask=torch.tensor(
             draw(
                 st.lists(

@@ -52,14 +52,15 @@ def attention(
     scale: float = 1.0,
     sinks: int = 0,
     window: int = 0,
+    saturation: int | None = None,
     key_mask: Tensor | None = None,
     logarithmic: bool = False,
 ) -> Tensor:
     """Causal normalised attention, query by query; ``weight=None`` is softmax.
 
     The first ``sinks`` real keys and the latest ``window`` keys weigh ``exp(q·k scale)``, the others
-    ``weight`` (its exponential if ``logarithmic``), under one denominator. Queries that see no key
-    give zeros.
+    ``weight`` (its exponential if ``logarithmic``), under one denominator. Beside exact keys, more
+    than ``saturation`` others weigh as much as that many. Queries that see no key give zeros.
     """
     queries, keys, values = _array(q), _array(k), _array(v)
     batch, heads, tokens, _ = queries.shape
@@ -88,6 +89,8 @@ def attention(
                     else:
                         log[~exact] = np.log(np.abs(kernel).clip(1e-300))
                         sign[~exact] = np.sign(kernel)
+                    if saturation is not None and (sinks or window):
+                        log[~exact] += math.log(min(1.0, saturation / np.sum(~exact)))
                 weights = sign * np.exp(log - log.max())
                 output[row, head, i] = weights @ value / weights.sum()
     return from_numpy(output)

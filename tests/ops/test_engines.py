@@ -65,11 +65,6 @@ class FeaturesOnly:
         return Features(values * torch.exp(-log), log)
 
 
-def settings_of(case: Case) -> dict:
-    names = ("scale", "sinks", "window", "key_mask")
-    return {name: getattr(case, name) for name in names}
-
-
 def gradients(output: Tensor, state: State | None, leaves: list[Tensor]) -> list[Tensor]:
     """Of a fixed random functional of the output and of the state's sums."""
     source = torch.Generator().manual_seed(3)
@@ -98,12 +93,12 @@ def test_explicit_features_equal_the_definition(
     q, k, v, factor = leaves
     plain = GroupedQuadratic(case.groups, factor, eps=case.eps, scale=case.scale, dtype=q.dtype)
     kernel = FeaturesOnly(plain, shared, shift).for_ratio(q.shape[1] // k.shape[1])
-    wanted = pairwise_attend(plain, q, k, v, **settings_of(case))
+    wanted = pairwise_attend(plain, q, k, v, **case.settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "SEGMENT", segment)
         if wide:
             patch.setattr(sums, "WIDE", 0)
-        output, _ = chunked.attend(kernel, q, k, v, **settings_of(case), chunk=chunk)
+        output, _ = chunked.attend(kernel, q, k, v, **case.settings, chunk=chunk)
         assert_close(output, wanted, torch.float64, "output")
         found = gradients(output, None, leaves)
     for name, a, b in zip("qkvL", found, gradients(wanted, None, leaves), strict=True):
@@ -133,7 +128,7 @@ def test_blocks_and_tiles_of_any_size_change_nothing(
         state, outputs = None, []
         for start, stop in zip([0, *cuts], [*cuts, case.tokens], strict=True):
             part = slice(start, stop)
-            call = settings_of(case) | {"state": state, "chunk": chunk}
+            call = case.settings | {"state": state, "chunk": chunk}
             if case.key_mask is not None:
                 call["key_mask"] = case.key_mask[:, part]
             inputs = (x[:, :, part] for x in (q, k, v))
@@ -159,7 +154,7 @@ def test_blocks_and_tiles_of_any_size_change_nothing(
 @given(case=random_cases(), chunk=st.integers(1, 6), features=st.booleans())
 def test_without_the_state_the_output_is_the_same(case: Case, chunk: int, features: bool) -> None:
     kernel = FeaturesOnly(case.kernel, True) if features else case.kernel
-    call = settings_of(case) | {"chunk": chunk}
+    call = case.settings | {"chunk": chunk}
     output, state = chunked.attend(kernel, case.q, case.k, case.v, **call)
     alone, none = chunked.attend(kernel, case.q, case.k, case.v, **call, return_state=False)
     assert state is not None
@@ -214,7 +209,7 @@ def test_a_layout_holds_every_coordinate_once(case: Case) -> None:
 
 def engines(case: Case) -> dict[str, Callable[[], Tensor]]:
     features = FeaturesOnly(case.kernel, False).for_ratio(case.q.shape[1] // case.k.shape[1])
-    call = settings_of(case)
+    call = case.settings
     return {
         "grouped": lambda: chunked.attend(case.kernel, case.q, case.k, case.v, **call)[0],
         "features": lambda: chunked.attend(features, case.q, case.k, case.v, **call)[0],
@@ -225,7 +220,7 @@ def engines(case: Case) -> dict[str, Callable[[], Tensor]]:
 def test_long_windows_and_sequences_equal_the_definition(window: int) -> None:
     """Several segments, several chunks, blocks of the window apart or together."""
     case = make(tokens=1500, ratio=2, dim=3, value_dim=2, window=window, sinks=3)
-    wanted = pairwise_attend(case.kernel, case.q, case.k, case.v, **settings_of(case))
+    wanted = pairwise_attend(case.kernel, case.q, case.k, case.v, **case.settings)
     for name, engine in engines(case).items():
         assert_close(engine(), wanted, torch.float64, "output", name)
 
@@ -235,7 +230,7 @@ def test_long_windows_and_sequences_equal_the_definition(window: int) -> None:
 def test_a_state_is_overwritten_only_if_it_is_given_up(overwrite: bool, window: int) -> None:
     """Also where the first tokens of a call leave its sums as they are."""
     case = make(tokens=14, kv_heads=2, ratio=2, window=window, sinks=1)
-    call = settings_of(case)
+    call = case.settings
     head, tail = (
         [x[:, :, part] for x in (case.q, case.k, case.v)] for part in (slice(2), slice(2, 14))
     )
@@ -280,7 +275,7 @@ def test_a_state_made_in_inference_mode_is_kept_out_of_it() -> None:
 def test_a_state_stored_in_half_is_rounded_and_nothing_else(engine: Any, window: int) -> None:
     """It keeps its precision through calls, and the sums are those of fp32 up to its rounding."""
     case = make(tokens=24, dim=3, window=window, dtype=torch.float32)
-    call = settings_of(case)
+    call = case.settings
     _, state = chunked.attend(
         case.kernel, *(x[:, :, :20] for x in (case.q, case.k, case.v)), **call
     )

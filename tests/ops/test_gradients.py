@@ -39,12 +39,7 @@ def engine(case: Case, name: str, chunk: int = chunked.CHUNK) -> Callable[..., T
         kernel = GroupedQuadratic(
             case.groups, factor, eps=case.eps, scale=case.scale, dtype=q.dtype
         )
-        settings_ = {
-            "scale": case.scale,
-            "sinks": case.sinks,
-            "window": case.window,
-            "key_mask": case.key_mask,
-        }
+        settings_ = case.settings
         if name == "pairwise":
             return pairwise_attend(kernel, q, k, v, **settings_)
         if name == "recurrent":
@@ -104,7 +99,7 @@ def test_gradcheck_of_general_coefficients(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ENGINES)
 def test_gradcheck_beside_sinks_and_window(backend: str) -> None:
-    case = make(kv_heads=1, ratio=2, tokens=6, dim=2, value_dim=2, sinks=1, window=2)
+    case = make(kv_heads=1, ratio=2, tokens=7, dim=2, value_dim=2, sinks=1, window=2, saturation=2)
     assert torch.autograd.gradcheck(engine(case, backend, chunk=2), leaves(case))
 
 

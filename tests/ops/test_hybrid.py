@@ -21,11 +21,8 @@ def run(case: Case, backend: str) -> Tensor:
         case.q,
         case.k,
         case.v,
-        scale=case.scale,
-        sinks=case.sinks,
-        window=case.window,
-        key_mask=case.key_mask,
         backend=backend,
+        **case.settings,
     )
     return output
 
@@ -37,10 +34,7 @@ def expected(case: Case, *, softmax: bool = False) -> Tensor:
         case.q,
         case.k,
         case.v,
-        scale=case.scale,
-        sinks=case.sinks,
-        window=case.window,
-        key_mask=case.key_mask,
+        **case.settings,
     )
 
 
@@ -53,10 +47,14 @@ def test_equals_the_definition(backend: str, case: Case) -> None:
 
 @pytest.mark.parametrize("tokens", LENGTHS)
 @pytest.mark.parametrize(("sinks", "window"), [(0, 5), (3, 0), (2, 7), (4, 128)])
-def test_equals_the_definition_at_awkward_lengths(tokens: int, sinks: int, window: int) -> None:
+@pytest.mark.parametrize("saturation", [None, 9])
+def test_equals_the_definition_at_awkward_lengths(
+    tokens: int, sinks: int, window: int, saturation: int | None
+) -> None:
     mask = torch.ones(2, tokens, dtype=torch.bool)
     mask[1, : tokens // 3] = False
-    case = make(batch=2, tokens=tokens, key_mask=mask, sinks=sinks, window=window, dim=3)
+    exact = {"sinks": sinks, "window": window, "saturation": saturation}
+    case = make(batch=2, tokens=tokens, key_mask=mask, dim=3, **exact)
     wanted = expected(case)
     for backend in ENGINES:
         assert_close(run(case, backend), wanted, torch.float64, "output", backend)
@@ -71,13 +69,8 @@ def test_small_chunks_and_any_splits_equal_one_call(case: Case, data: st.DataObj
     for stop in sorted(set(cuts)):
         part = slice(start, stop)
         inputs = (case.q[:, :, part], case.k[:, :, part], case.v[:, :, part])
-        settings_ = {
-            "scale": case.scale,
-            "sinks": case.sinks,
-            "window": case.window,
-            "key_mask": None if case.key_mask is None else case.key_mask[:, part],
-            "state": state,
-        }
+        mask = None if case.key_mask is None else case.key_mask[:, part]
+        settings_ = case.settings | {"key_mask": mask, "state": state}
         if data.draw(st.booleans()):
             output, state = recurrent.attend(case.kernel, *inputs, **settings_)
         else:
@@ -91,12 +84,7 @@ def test_small_chunks_and_any_splits_equal_one_call(case: Case, data: st.DataObj
 @settings(max_examples=40)
 @given(case=random_cases(), chunk=st.integers(1, 6))
 def test_both_engines_leave_the_same_state(case: Case, chunk: int) -> None:
-    settings_ = {
-        "scale": case.scale,
-        "sinks": case.sinks,
-        "window": case.window,
-        "key_mask": case.key_mask,
-    }
+    settings_ = case.settings
     inputs = (case.kernel, case.q, case.k, case.v)
     states: list[State] = [
         chunked.attend(*inputs, **settings_, chunk=chunk)[1],
@@ -127,6 +115,12 @@ def test_a_window_over_everything_is_softmax(case: Case, sinks: int) -> None:
         assert_close(
             run(whole, backend), expected(case, softmax=True), torch.float64, "output", backend
         )
+
+
+def test_saturation_without_exact_keys_changes_nothing() -> None:
+    plain, limited = (make(tokens=20, saturation=limit) for limit in (None, 2))
+    for backend in ENGINES:
+        assert torch.equal(run(plain, backend), run(limited, backend)), backend
 
 
 def test_sinks_over_everything_are_softmax() -> None:
@@ -207,12 +201,7 @@ def test_features_with_a_log_scale_follow_the_definition(
 ) -> None:
     """Weights up to ``e^±1000`` beside exact ones: only a common scale keeps them finite."""
     inputs = (Exponential(), case.q[..., :1], case.k[..., :1] * size, case.v)
-    settings_ = {
-        "scale": case.scale,
-        "sinks": case.sinks,
-        "window": case.window,
-        "key_mask": case.key_mask,
-    }
+    settings_ = case.settings
     wanted = definition.attention(
         lambda _, query, keys: 3.0 * query[0] + 2.0 * keys[:, 0],
         *inputs[1:],

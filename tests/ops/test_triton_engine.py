@@ -32,7 +32,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def on(case: Case) -> Case:
     moved = {name: getattr(case, name).to(DEVICE) for name in ("q", "k", "v", "groups", "factor")}
     mask = None if case.key_mask is None else case.key_mask.to(DEVICE)
-    return Case(**moved, key_mask=mask, sinks=case.sinks, window=case.window)
+    return Case(
+        **moved, key_mask=mask, sinks=case.sinks, window=case.window, saturation=case.saturation
+    )
 
 
 def test_outputs_with_padding_and_gradients_are_the_definitions() -> None:
@@ -71,7 +73,7 @@ def test_decoding_from_a_state_is_the_whole() -> None:
     "settings",
     [
         dict(window=3, sinks=2),
-        dict(window=5, center=True),
+        dict(window=5, center=True, saturation=6),
         dict(sinks=1),
         dict(kernel="global"),
     ],
@@ -90,9 +92,8 @@ def test_windows_sinks_and_centres_compose(settings: dict[str, Any]) -> None:
             one = (x[:, :, at : at + 1] for x in (q, k, v))
             output, state = layer(*one, state=state, backend="triton")
             parts.append(output)
-        wanted = pairwise.attend(
-            layer.map(), q, k, v, scale=0.5, sinks=layer.sinks, window=layer.window
-        )
+        exact = {name: getattr(layer, name) for name in ("sinks", "window", "saturation")}
+        wanted = pairwise.attend(layer.map(), q, k, v, scale=0.5, **exact)
     assert_close(torch.cat(parts, dim=2), wanted, torch.float32, "output")
 
 

@@ -105,6 +105,10 @@ def convert(
     text: TextOption = None,
     window: WindowOption = DEFAULTS.window,
     sinks: SinksOption = DEFAULTS.sinks,
+    saturation: Annotated[
+        int | None,
+        Option("--saturation", help="Keys the kernel counts for at most beside the exact ones."),
+    ] = DEFAULTS.saturation,
     center: CenterOption = DEFAULTS.center,
     state_rank: Annotated[
         int | None,
@@ -194,6 +198,7 @@ def convert(
         context=context,
         window=window,
         sinks=sinks,
+        saturation=saturation,
         center=center,
         state_rank=state_rank,
         state_budget=parse_bytes(state_budget),

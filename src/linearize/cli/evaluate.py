@@ -51,6 +51,7 @@ from linearize.evaluate import (
 )
 from linearize.kernels import get
 from linearize.models import Loaded
+from linearize.plan import Plan
 from linearize.text import Source, default_text
 from linearize.versions import versions
 
@@ -169,6 +170,8 @@ def evaluate(
     converted = bool(converted_layers(loaded.model))
     if reads and paths is None and converted:
         note("a conversion without --text fits on parts of it: give --text for held-out perplexity")
+    if reads and loaded.plan is not None:
+        _warn_of_length(loaded.plan, block)
     variants = _variants(loaded, reference, ablate_linear)
 
     started = time.perf_counter()
@@ -244,6 +247,16 @@ def _read_tasks(
             raise PlanError(f"--task {pair}", f"{name} a second time", "Give each task once.")
         tasks[name] = (task, Path(file), read_questions(task, file, limit))
     return list(tasks.values())
+
+
+def _warn_of_length(plan: Plan, block: int) -> None:
+    """Say so where kernels beside exact keys meet more keys than they were fitted on."""
+    grows = (plan.sinks or plan.window) and not get(plan.kernel).exact
+    if grows and block > plan.block and (plan.saturation or block) > plan.block:
+        note(
+            f"blocks of {block:,} tokens, kernels fitted on {plan.block:,}: beyond that the linear part "
+            "outweighs the exact keys more and more; convert with a longer --block or --saturation"
+        )
 
 
 def _variants(loaded: Loaded, reference: bool, ablate: bool) -> Variants:

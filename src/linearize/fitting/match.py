@@ -123,6 +123,7 @@ def match_outputs(
             scale=calibration.scale,
             sinks=plan.sinks,
             window=plan.window,
+            saturation=plan.saturation,
             query_at=at,
             kernel_k=kernel_k[block : block + 1],
         )[0]

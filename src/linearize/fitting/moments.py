@@ -54,6 +54,7 @@ class Moments:
         scale: float,
         sinks: int,
         window: int,
+        saturation: int | None,
         positions: int,
         generator: torch.Generator,
     ) -> Moments:
@@ -63,7 +64,7 @@ class Moments:
             data: activations with the model's own keys (targets and exact part).
             kernel_k: keys as the kernel sees them, shaped like ``data.k``.
             groups: ``[Hq, d]``; heads: the query heads to gather, all of one group count.
-            scale: logit scale; sinks, window: keys kept exact.
+            scale: logit scale; sinks, window: keys kept exact; saturation: see the pairwise definition.
             positions: query positions per sequence.
             generator: source of the positions.
         """
@@ -76,7 +77,7 @@ class Moments:
             target = softmax_outputs(data, scale, block)[:, at]
             by_head = [
                 _sequence_moments(
-                    data, kernel_k, groups[head], block, head, at, scale, sinks, window
+                    data, kernel_k, groups[head], block, head, at, scale, sinks, window, saturation
                 )
                 for head in heads
             ]
@@ -112,6 +113,7 @@ def _sequence_moments(
     scale: float,
     sinks: int,
     window: int,
+    saturation: int | None,
 ) -> Tensor:
     """Moments of one sequence and head at positions ``at``: ``[n, P + 1, dv + 1]``, exact part last.
 
@@ -153,6 +155,9 @@ def _sequence_moments(
             reference = log_scale.clamp(min=0)
             exact = part.sums[0, 0][:, None] * torch.exp(log_scale - reference)
             moments = moments * torch.exp(-reference)
+            if saturation is not None:
+                count = (here + 1 - sinks - window).clamp(min=saturation)
+                moments = moments * (saturation / count)[:, None, None]
         parts.append(torch.cat([moments, exact], 1))
     return torch.cat(parts)
 

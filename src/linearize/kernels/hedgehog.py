@@ -91,6 +91,9 @@ def weight_matching(calibration: Calibration) -> Objective:
         own = values.clamp(min=torch.finfo(values.dtype).tiny).log()
         for log_scale in (query_log, key_log):
             own = own if log_scale is None else own + log_scale
+        if plan.saturation is not None:
+            count = (causal & ~exact).sum(-1, keepdim=True)
+            own = own - (count / plan.saturation).clamp(min=1).log()
         own = torch.where(exact, logits, own).masked_fill(~causal, -torch.inf)
         target = logits.masked_fill(~causal, -torch.inf).softmax(-1)
         log_share = own.log_softmax(-1).masked_fill(~causal, 0)

@@ -215,6 +215,7 @@ def _collect(
         scale=calibration.scale,
         sinks=plan.sinks,
         window=plan.window,
+        saturation=plan.saturation,
         positions=plan.positions * (4 if validation else 1),
         generator=calibration.generator(5 if validation else 6),
     )

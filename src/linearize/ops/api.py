@@ -47,6 +47,7 @@ def kernel_attention(
     scale: float,
     sinks: int = 0,
     window: int = 0,
+    saturation: int | None = None,
     key_mask: Tensor | None = None,
     state: State | None = None,
     backend: str = "auto",
@@ -61,6 +62,9 @@ def kernel_attention(
             head ``h // (Hq / Hkv)``.
         scale: logit scale of the exact part.
         sinks, window: number of first and of latest keys kept exact.
+        saturation: beside exact keys, the kernel's part weighs no more than this many keys would: its
+            sum over m keys is multiplied by ``min(1, saturation / m)``. Without exact keys the factor
+            cancels.
         key_mask: ``[B, N]``, true for real tokens.
         state: the state to continue from.
         backend: ``"pairwise"``, ``"chunked"``, ``"recurrent"``, ``"triton"`` or ``"auto"``, which
@@ -80,6 +84,9 @@ def kernel_attention(
     _check_shapes(q, k, v, key_mask)
     key_mask = None if key_mask is None else key_mask.bool()
     name = _choose(backend, kernel, q, k)
+    call: dict[str, Any] = dict(
+        scale=scale, sinks=sinks, window=window, saturation=saturation, key_mask=key_mask
+    )
     if name == "pairwise":
         if state is not None:
             raise BackendError(
@@ -87,13 +94,8 @@ def kernel_attention(
                 "a definition over whole sequences",
                 'Use backend="chunked" or "recurrent" to continue.',
             )
-        output = pairwise.attend(
-            kernel, q, k, v, scale=scale, sinks=sinks, window=window, key_mask=key_mask
-        )
-        return output.to(v.dtype), None
-    call: dict[str, Any] = dict(
-        scale=scale, sinks=sinks, window=window, key_mask=key_mask, state=state
-    )
+        return pairwise.attend(kernel, q, k, v, **call).to(v.dtype), None
+    call["state"] = state
     if name == "triton":
         call |= {"grouped": triton.of_groups, "chunk": triton.chunk_of(q.shape[2])}
     if name == "recurrent":

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from linearize.ops.band import band_partial
 from linearize.ops.features import KernelMap, grouped_form
-from linearize.ops.partial import Partial, merge, only_where, state_partial, with_ones
+from linearize.ops.partial import Partial, beside_exact, merge, state_partial, with_ones
 from linearize.ops.state import State
 from linearize.ops.sums import WIDE, Sums, absorb, of_features, of_groups
 
@@ -37,6 +37,7 @@ class _Settings(NamedTuple):
     scale: float
     sinks: int
     window: int
+    saturation: int | None
     chunk: int
     grouped: Callable[..., Sums] | None
 
@@ -50,6 +51,7 @@ def attend(
     scale: float,
     sinks: int = 0,
     window: int = 0,
+    saturation: int | None = None,
     key_mask: Tensor | None = None,
     state: State | None = None,
     chunk: int | None = None,
@@ -91,7 +93,7 @@ def attend(
         row = q.shape[0] * q.shape[1] * width
         segment = chunk * max(1, min(4 * SEGMENT, BYTES // (chunk * row)))
         recompute = gradient and width > KEPT
-    settings = _Settings(scale, sinks, window, chunk, None if form is None else grouped)
+    settings = _Settings(scale, sinks, window, saturation, chunk, None if form is None else grouped)
     whole = v.new_empty(*q.shape[:3], v.shape[-1]) if not gradient and segment < tokens else None
     outputs = []
     for start in range(0, tokens, segment):
@@ -140,7 +142,7 @@ def _segment(
     taken = local_mask & ~is_sink
     query, keys, u = q.to(dtype), local_k.to(dtype), with_ones(local_v.to(dtype), taken)
 
-    in_state = state.real - state.recent_mask.sum(1) > sinks
+    absorbed = (state.real - state.recent_mask.sum(1) - sinks).clamp(min=0)
     leaving = max(0, before + tokens - window)
     sums: Sums | None = None
     partials: list[Partial] = []
@@ -165,8 +167,8 @@ def _segment(
     after = state.with_sinks(k, v, key_mask, is_sink[:, before:])
     if sinks or window:
         if partials:
-            met = in_state[:, None] | (joins.cumsum(1) > 0)
-            partials = [only_where(partial, met[:, None, :, None]) for partial in partials]
+            count = absorbed[:, None] + joins.cumsum(1)
+            partials = [beside_exact(one, count, settings.saturation) for one in partials]
         seen = state.real[:, None] + key_mask.cumsum(1)
         filled = torch.arange(sinks, device=q.device) < after.real[:, None]
         exact = band_partial(

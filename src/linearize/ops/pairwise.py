@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from linearize.ops.features import KernelMap
-from linearize.ops.partial import Partial, exact_partial, local_partial, merge, with_ones
+from linearize.ops.partial import beside_exact, exact_partial, local_partial, merge, with_ones
 
 __all__ = ["attend"]
 
@@ -20,6 +20,7 @@ def attend(
     scale: float,
     sinks: int = 0,
     window: int = 0,
+    saturation: int | None = None,
     key_mask: Tensor | None = None,
     query_at: Tensor | None = None,
     kernel_k: Tensor | None = None,
@@ -27,7 +28,8 @@ def attend(
     """Causal attention with all pairwise weights at once.
 
     The first ``sinks`` real keys and the last ``window`` keys weigh ``e^s``, all others
-    ``kernel.weights``; one shared denominator (SPEC sections 1 to 3).
+    ``kernel.weights``; one shared denominator (SPEC sections 1 to 3). With ``saturation = n`` a query
+    that m > n keys reach through the kernel takes these weights times n / m.
 
     Args:
         q, k, v: ``[B, Hq, n, d]``, ``[B, Hkv, N, d]``, ``[B, Hkv, N, dv]``; computed in
@@ -52,14 +54,8 @@ def attend(
     through_kernel = (allowed[:, None]) & ~exact
 
     u = with_ones(v, key_mask)
-    partials: list[Partial] = []
-    if sinks or window:
-        partials.append(exact_partial(q, k, u, exact, scale))
     kernel_part = local_partial(kernel.weights(q, kernel_k), u, through_kernel)
-    if partials:
-        log_scale = torch.zeros_like(kernel_part.sums[..., :1])
-        if kernel_part.log_scale is not None:
-            log_scale = kernel_part.log_scale
-        none = ~through_kernel.any(-1, keepdim=True)
-        kernel_part = Partial(kernel_part.sums, log_scale.masked_fill(none, -torch.inf))
-    return merge([*partials, kernel_part])
+    if not (sinks or window):
+        return merge([kernel_part])
+    kernel_part = beside_exact(kernel_part, through_kernel[:, 0].sum(-1), saturation)
+    return merge([exact_partial(q, k, u, exact, scale), kernel_part])

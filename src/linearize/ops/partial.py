@@ -16,12 +16,12 @@ from linearize.ops.features import Features, Weights
 
 __all__ = [
     "Partial",
+    "beside_exact",
     "combine",
     "exact_partial",
     "fold_heads",
     "local_partial",
     "merge",
-    "only_where",
     "state_partial",
     "unfold_heads",
     "with_ones",
@@ -70,12 +70,19 @@ def merge(partials: Sequence[Partial]) -> Tensor:
     return (numerator / denominator.masked_fill(empty, 1)).masked_fill(empty, 0)
 
 
-def only_where(partial: Partial, taken: Tensor) -> Partial:
-    """Mark the rows outside ``taken`` as empty, so that they do not set the common scale."""
-    log_scale = partial.log_scale
+def beside_exact(partial: Partial, count: Tensor, saturation: int | None) -> Partial:
+    """A kernel's part as it stands beside exact keys, for queries it gives ``count [B, n]`` keys.
+
+    From ``saturation`` keys on it weighs as much as that many would, a factor ``saturation / count``.
+    Queries without a key are marked as empty, so that they do not set the common scale.
+    """
+    log_scale, count = partial.log_scale, count[:, None, :, None]
     if log_scale is None:
         log_scale = torch.zeros_like(partial.sums[..., :1])
-    return Partial(partial.sums, log_scale.masked_fill(~taken, -torch.inf))
+    if saturation is not None:
+        held = (count.to(log_scale.dtype) / saturation).clamp(min=1)
+        log_scale = log_scale - held.log()
+    return Partial(partial.sums, log_scale.masked_fill(count == 0, -torch.inf))
 
 
 def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None, scale: float) -> Partial:

@@ -10,11 +10,11 @@ from torch import Tensor
 from linearize.ops.features import KernelMap
 from linearize.ops.partial import (
     Partial,
+    beside_exact,
     combine,
     exact_partial,
     local_partial,
     merge,
-    only_where,
     state_partial,
     with_ones,
 )
@@ -33,6 +33,7 @@ def attend(
     scale: float,
     sinks: int = 0,
     window: int = 0,
+    saturation: int | None = None,
     key_mask: Tensor | None = None,
     state: State | None = None,
     overwrite: bool = False,
@@ -51,7 +52,7 @@ def attend(
         inputs = (q[:, :, token], k[:, :, token], v[:, :, token])
         mask = None if key_mask is None else key_mask[:, token]
         own = overwrite or state.sums is not given
-        output, state = _step(kernel, *inputs, mask, state, scale, sinks, window, own)
+        output, state = _step(kernel, *inputs, mask, state, scale, sinks, window, saturation, own)
         outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), state
 
@@ -66,6 +67,7 @@ def _step(
     scale: float,
     sinks: int,
     window: int,
+    saturation: int | None,
     overwrite: bool,
 ) -> tuple[Tensor, State]:
     """Read everything once, the key that leaves the window pair by pair; then add it to the state.
@@ -89,7 +91,7 @@ def _step(
     local_v = torch.cat([state.recent_values, v], dim=2)
     local_mask = torch.cat([state.recent_mask, key_mask], dim=1)
     gone_before = state.real - state.recent_mask.sum(1)
-    in_state = gone_before > sinks
+    count = (gone_before - sinks).clamp(min=0)
     taken: Tensor | None = local_mask  # `None` says that every local key takes part
     if bool((gone_before >= sinks).all()):  # all sinks have left the window
         state = replace(state, real=state.real + key_mask.sum(1))
@@ -106,7 +108,7 @@ def _step(
         joins = None if taken is None else taken[:, gone]
         u, keys = with_ones(local_v[:, :, gone].to(dtype), joins), local_k[:, :, gone].to(dtype)
         partial = _with_pair(kernel, query, keys, u, joins, partial)
-        in_state = in_state | (True if joins is None else joins.any(1))
+        count = count + (leaving if joins is None else joins.sum(1))
         state = absorb(kernel, state, keys, u, joins, overwrite=overwrite)
     state = replace(
         state,
@@ -125,7 +127,7 @@ def _step(
     exact_v = torch.cat([state.sink_values, state.recent_values], dim=2).to(dtype)
     allowed = None if mask is None else mask[:, None, None]
     exact = exact_partial(query, exact_k, with_ones(exact_v, mask), allowed, scale)
-    return merge([only_where(partial, in_state[:, None, None, None]), exact]).to(v.dtype), state
+    return merge([beside_exact(partial, count[:, None], saturation), exact]).to(v.dtype), state
 
 
 def _with_pair(

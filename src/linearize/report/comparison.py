@@ -164,6 +164,7 @@ def _settings(data: ReportData) -> str:
         f"{kept} KV heads of these kept" if kept else "",
         f"{plan['sinks']} sinks" if plan["sinks"] else "",
         f"window {plan['window']}" if plan["window"] else "",
+        f"saturation {plan['saturation']}" if plan.get("saturation") else "",
         "centred" if plan["center"] else "",
         f"rank {'-'.join(str(rank) for rank in dict.fromkeys((ranks[0], ranks[-1])))}"
         if ranks
