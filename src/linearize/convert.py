@@ -30,6 +30,8 @@ __all__ = [
     "ConversionReport",
     "LayerReport",
     "calibrate",
+    "check_layers",
+    "check_reach",
     "convert",
 ]
 
@@ -134,7 +136,8 @@ def convert(
         the converted model and a report per layer and head.
 
     Raises:
-        PlanError: layers outside the model, already converted, or impossible to convert.
+        PlanError: layers outside the model, already converted, or impossible to convert; or sinks
+            and window leave the kernel no key of a block.
         TextError: the text has fewer than two blocks. ModelError: activations are not finite, or
             the architecture lacks the attention interface.
     """
@@ -143,6 +146,7 @@ def convert(
     model = loaded.model
     everything = attention_layers(model)
     layers = check_layers(model, everything, plan)
+    check_reach(plan)
     tokens = tokenize(text, loaded.tokenizer)
     division = divide(tokens, plan)
     ranks: dict[int, int] = {}
@@ -231,6 +235,20 @@ def check_layers(
     for layer in chosen:
         _unfitted(layer, plan, {})  # bad options show before work
     return chosen
+
+
+def check_reach(plan: Plan) -> None:
+    """Refuse to fit a kernel on blocks all of whose keys stay exact.
+
+    Raises:
+        PlanError: sinks and window leave it none.
+    """
+    if plan.sinks + plan.window >= plan.block and not get(plan.kernel).exact:
+        raise PlanError(
+            f"{plan.sinks} sinks and a window of {plan.window} keys",
+            f"blocks of {plan.block} tokens to fit on, none of whose keys would reach the kernel",
+            f"Keep at most {plan.block - 1} keys exact in all, or fit on longer blocks.",
+        )
 
 
 def _unfitted(layer: AttentionLayer, plan: Plan, ranks: dict[int, int]) -> LinearAttention:

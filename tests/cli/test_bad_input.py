@@ -65,6 +65,8 @@ def test_layers_outside_the_model(
     [
         (("--window", "-1"), "window=-1"),
         (("--window", "9", "--saturation", "0"), "saturation=0"),
+        (("--window", "62", "--sinks", "2"), "2 sinks and a window of 62 keys"),
+        (("--sinks", "900"), "900 sinks and a window of 0 keys"),
         (("--alpha", "2"), "alpha=2"),
         (("--solver", "guess"), "solver='guess'"),
         (("--groups", "0"), "groups=0"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.capture import capture
-from linearize.convert import check_layers
+from linearize.convert import check_layers, check_reach
 from linearize.errors import PlanError
 from linearize.fitting import Activations, Calibration
 from linearize.kernels import HeadShape
@@ -80,6 +80,7 @@ def prepare(loaded: Loaded, text: Source | None, plan: Plan) -> Inputs:
         TextError: the text has fewer than two blocks.
     """
     layers = check_layers(loaded.model, attention_layers(loaded.model), plan)
+    check_reach(plan)
     tokens = tokenize(text, loaded.tokenizer)
     return Inputs(loaded, plan, layers, tokens, divide(tokens, plan).prompts)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from linearize.attention import LinearAttention
 from linearize.capture import LayerCapture, capture
-from linearize.convert import calibrate, check_layers
+from linearize.convert import calibrate, check_layers, check_reach
 from linearize.errors import ModelError, PlanError
 from linearize.evaluate.fidelity_result import (
     Fidelity,
@@ -92,6 +92,7 @@ def fidelity(
         get(name)
     everything = attention_layers(loaded.model)
     for name in kernels:
+        check_reach(_plan_of(plan, name, seeds[0]))
         chosen = check_layers(loaded.model, everything, _plan_of(plan, name, seeds[0]))
     projections = {one.index: output_projection(one) for one in chosen}
     tokens = tokenize(text, loaded.tokenizer)
