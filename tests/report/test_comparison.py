@@ -41,7 +41,7 @@ def test_rows_ascend_in_memory_and_the_unbeaten_are_marked(tmp_path: Path) -> No
         ("large", 9920, 8000, False),
     ]
     assert [row.ratio for row in result.rows] == [None, None, 1.0, 2.0]
-    assert result.rows[0].settings == "oal, 2 of 4 layers, 3 sinks, window 17"
+    assert result.rows[0].settings == "oal, 2 of 4 layers, 3 sinks, window 17, saturation 99"
     assert (result.text, result.block, result.blocks) == (["test.txt"], 1024, 2)
 
 
