@@ -31,7 +31,9 @@ def conversion(**changes: Any) -> ConversionReport:
     two = [[0, 1, 2, 3, 4, 5, 6], [7]]
     three = [[0, 1, 2, 3, 4], [5, 6], [7]]
     values: dict[str, Any] = {
-        "plan": Plan(layers="1-2", sinks=3, window=17, saturation=99, seed=12345).model_dump(mode="json"),
+        "plan": Plan(layers="1-2", sinks=3, window=17, saturation=99, seed=12345).model_dump(
+            mode="json"
+        ),
         "base": "some/model",
         "layers": [layer(1, [two, two]), layer(2, [two, three])],
         "tokens": 54321,
