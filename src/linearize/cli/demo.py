@@ -38,7 +38,9 @@ from linearize.text import default_text, tokenize
 __all__ = ["demo"]
 
 MODEL = "smollm2-135m"
-PLAN = Plan(layers="3-26", sinks=4, window=64, center=True, state_rank=8, block=1024)
+PLAN = Plan(
+    layers="3-26", sinks=4, window=64, saturation=512, center=True, state_rank=8, block=1024
+)
 HELD_OUT = 6  # blocks of PLAN.block, from the start of the text, which fitting skips
 PROMPT_TOKENS = 256  # of the first block after those: longer than the window, so that state is read
 NEW_TOKENS = 32
