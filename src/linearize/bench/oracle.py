@@ -9,15 +9,7 @@ import torch
 from torch import Tensor
 
 from linearize.attention import LinearAttention
-from linearize.ops.partial import (
-    Partial,
-    beside_exact,
-    combine,
-    exact_partial,
-    local_partial,
-    merge,
-    with_ones,
-)
+from linearize.ops.partial import beside_exact, exact_partial, local_partial, merge, with_ones
 
 __all__ = ["BOUNDS", "deviation", "expected", "in_double"]
 
@@ -48,23 +40,18 @@ def expected(layer: LinearAttention, q: Tensor, k: Tensor, v: Tensor, at: Tensor
     distance = at[:, None] - position
     exact = (distance >= 0) & ((position < layer.sinks) | (distance < layer.window))
     through_kernel = (distance >= 0) & ~exact
+    count = through_kernel.sum(-1)[None]
     u = with_ones(v)
-    partials: list[Partial] = []
+    partials = []
+    if layer.sinks or layer.window:
+        partials.append(exact_partial(q, k, u, exact, layer.kernel.shape.scale))
     for start in range(0, k.shape[2], KEYS):
         part = slice(start, start + KEYS)
         mask = through_kernel[:, part]
-        if not mask.any():
-            continue
-        sums, log_scale = local_partial(kernel.weights(q, k[:, :, part]), u[:, :, part], mask)
-        log_scale = torch.zeros_like(sums[..., :1]) if log_scale is None else log_scale
-        partials.append(Partial(sums, log_scale.masked_fill(~mask.any(-1)[:, None], -torch.inf)))
-    if not (layer.sinks or layer.window):
-        return merge(partials)
-    whole = [exact_partial(q, k, u, exact, layer.kernel.shape.scale)]
-    if partials:
-        count = through_kernel.sum(-1)[None]
-        whole.append(beside_exact(combine(partials), count, layer.saturation))
-    return merge(whole)
+        if mask.any():
+            found = local_partial(kernel.weights(q, k[:, :, part]), u[:, :, part], mask)
+            partials.append(beside_exact(found, count, layer.saturation))
+    return merge(partials)
 
 
 def deviation(actual: Tensor, wanted: Tensor) -> float:

@@ -252,7 +252,7 @@ def _read_tasks(
 def _warn_of_length(plan: Plan, block: int) -> None:
     """Say so where kernels beside exact keys meet more keys than they were fitted on."""
     grows = (plan.sinks or plan.window) and not get(plan.kernel).exact
-    if grows and block > plan.block and (plan.saturation or block) > plan.block:
+    if grows and min(block, plan.saturation or block) > plan.block:
         note(
             f"blocks of {block:,} tokens, kernels fitted on {plan.block:,}: beyond that the linear part "
             "outweighs the exact keys more and more; convert with a longer --block or --saturation"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from linearize.fitting.data import Activations, sample_positions, softmax_outputs
-from linearize.ops.partial import exact_partial, with_ones
+from linearize.ops.partial import exact_partial, log_held, with_ones
 from linearize.ops.quadratic import feature_count, quadratic_features
 
 __all__ = ["Moments", "pair_indices"]
@@ -156,8 +156,8 @@ def _sequence_moments(
             exact = part.sums[0, 0][:, None] * torch.exp(log_scale - reference)
             moments = moments * torch.exp(-reference)
             if saturation is not None:
-                count = (here + 1 - sinks - window).clamp(min=saturation)
-                moments = moments * (saturation / count)[:, None, None]
+                held = log_held(here + 1 - kept.sum(1), saturation, moments.dtype).exp()
+                moments = moments * held[:, None, None]
         parts.append(torch.cat([moments, exact], 1))
     return torch.cat(parts)
 

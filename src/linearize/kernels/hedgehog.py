@@ -12,7 +12,7 @@ from linearize.fitting import Calibration, FitResult, match_outputs
 from linearize.fitting.match import Objective
 from linearize.kernels.base import HeadShape, Kernel
 from linearize.ops.features import Features, KernelMap
-from linearize.ops.partial import fold_heads, unfold_heads
+from linearize.ops.partial import fold_heads, log_held, unfold_heads
 
 __all__ = ["Hedgehog", "weight_matching"]
 
@@ -93,7 +93,7 @@ def weight_matching(calibration: Calibration) -> Objective:
             own = own if log_scale is None else own + log_scale
         if plan.saturation is not None:
             count = (causal & ~exact).sum(-1, keepdim=True)
-            own = own - (count / plan.saturation).clamp(min=1).log()
+            own = own + log_held(count, plan.saturation, own.dtype)
         own = torch.where(exact, logits, own).masked_fill(~causal, -torch.inf)
         target = logits.masked_fill(~causal, -torch.inf).softmax(-1)
         log_share = own.log_softmax(-1).masked_fill(~causal, 0)

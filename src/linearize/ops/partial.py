@@ -21,6 +21,7 @@ __all__ = [
     "exact_partial",
     "fold_heads",
     "local_partial",
+    "log_held",
     "merge",
     "state_partial",
     "unfold_heads",
@@ -80,9 +81,13 @@ def beside_exact(partial: Partial, count: Tensor, saturation: int | None) -> Par
     if log_scale is None:
         log_scale = torch.zeros_like(partial.sums[..., :1])
     if saturation is not None:
-        held = (count.to(log_scale.dtype) / saturation).clamp(min=1)
-        log_scale = log_scale - held.log()
+        log_scale = log_scale + log_held(count, saturation, log_scale.dtype)
     return Partial(partial.sums, log_scale.masked_fill(count == 0, -torch.inf))
+
+
+def log_held(count: Tensor, saturation: int, dtype: torch.dtype) -> Tensor:
+    """Logarithm of ``min(1, saturation / count)``, by which a kernel's part of ``count`` keys is held."""
+    return (count.to(dtype) / saturation).clamp(min=1).log().neg()
 
 
 def exact_partial(q: Tensor, k: Tensor, u: Tensor, mask: Tensor | None, scale: float) -> Partial:
