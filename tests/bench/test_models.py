@@ -9,6 +9,7 @@ import tiny
 from linearize.attention import LinearAttention
 from linearize.bench import decode_benchmark, model_benchmark, prepare
 from linearize.bench.model import STAGES
+from linearize.bench.tables import decode_tables
 from linearize.bench.target import check_model
 from linearize.errors import PlanError
 
@@ -47,6 +48,28 @@ def test_decoding_is_timed_beside_softmax(name: str) -> None:
     retained = per_token * long.context
     assert long.state_bytes == long.converted_bytes - retained
     assert long.state_tokens == long.state_bytes / (2 * per_token)
+
+
+@pytest.mark.parametrize("name", ["compact", "softmax"])
+def test_several_sequences_are_decoded_side_by_side(name: str) -> None:
+    target = prepare(tiny.loaded(), tiny.plan(layers="1-2", **PLANS[name]))
+    shapes: list[int] = []
+    target.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    (one,) = decode_benchmark(target, contexts=[9], tokens=1, repeats=1).points
+    before = len(shapes)
+    result = decode_benchmark(target, contexts=[9], batch=3, tokens=1, repeats=1)
+    (three,) = result.points
+    assert shapes[before:].count(3) == 3 * (2 + 1)  # warm-up and turn of each
+    assert one.converted_bytes is not None and one.softmax_bytes is not None
+    assert three.converted_bytes == 3 * one.converted_bytes
+    assert three.softmax_bytes == 3 * one.softmax_bytes
+    assert three.state_bytes == one.state_bytes
+    assert three.converted is not None
+    (table,), notes = decode_tables(result)
+    assert table.rows[0][1] == f"{3 / three.converted.median:,.2f}"
+    assert "3 sequences side by side" in notes
 
 
 def test_the_caches_continue_where_the_context_ends() -> None:
@@ -162,3 +185,5 @@ def test_impossible_contexts_are_refused(contexts: list[int]) -> None:
         decode_benchmark(target, contexts=contexts)
     with pytest.raises(PlanError):
         model_benchmark(target, lengths=contexts)
+    with pytest.raises(PlanError, match="batch 0"):
+        decode_benchmark(target, contexts=[5], batch=0)

@@ -49,9 +49,10 @@ class DecodePoint:
         context: tokens before the timed ones.
         status, reason: ``"ok"``, ``"differs"`` (an output is not the definition's) or ``"skipped"``.
         error: largest relative error of one decoded token of a layer against the definition.
-        converted, softmax: seconds per token. softmax_in_place: softmax with the cache its layers
-            have in the converted model, which appends in place instead of copying itself.
-        converted_bytes, softmax_bytes: memory of one sequence: states, windows, sinks, and the keys
+        converted, softmax: seconds per step, which gives every sequence a token. softmax_in_place:
+            softmax with the cache its layers have in the converted model, which appends in place
+            instead of copying itself.
+        converted_bytes, softmax_bytes: memory of all sequences: states, windows, sinks, and the keys
             and values of softmax layers.
         speedup: tokens per second, converted over softmax as transformers runs it.
         state_bytes: what the converted heads hold of one sequence.
@@ -91,6 +92,7 @@ def decode_benchmark(
     target: Target,
     *,
     contexts: Sequence[int],
+    batch: int = 1,
     tokens: int = 8,
     repeats: int = 5,
     memory: int | None = None,
@@ -99,17 +101,19 @@ def decode_benchmark(
     """Decode at every context length, converted and softmax in turn.
 
     Args:
-        target: the model. contexts: lengths.
-        tokens: tokens a turn, each of them timed. repeats: turns.
+        target: the model. contexts: lengths. batch: sequences decoded side by side.
+        tokens: steps a turn, each of them timed. repeats: turns.
         memory: bytes the two caches of a context may take; by default 60 % of what is free.
         progress: told after every context.
 
     Raises:
-        PlanError: no context, or one below 1.
+        PlanError: no context, or one below 1; no sequence.
     """
     started = time.perf_counter()
-    if not contexts or min(contexts) < 1 or tokens < 1 or repeats < 1:
-        raise PlanError(f"contexts {list(contexts)}", "no positive length", "Give some.")
+    if not contexts or min(contexts) < 1 or batch < 1 or tokens < 1 or repeats < 1:
+        raise PlanError(
+            f"contexts {list(contexts)}, batch {batch}", "no positive number", "Give positive ones."
+        )
     contexts = sorted(set(contexts))
     model = target.model
     limit = memory_limit(memory, model.device)
@@ -121,10 +125,11 @@ def decode_benchmark(
         if reason is not None:
             points.append(DecodePoint(context, "differs", reason))
             continue
-        points.append(_point(target, layers, context, tokens, repeats, limit))
+        points.append(_point(target, layers, context, batch, tokens, repeats, limit))
         progress(done, len(contexts), f"{context:,} tokens")
     settings = target.settings() | {
         "contexts": list(contexts),
+        "batch": batch,
         "tokens": tokens,
         "repeats": repeats,
         "memory": limit,
@@ -138,13 +143,14 @@ def _point(
     target: Target,
     layers: list[AttentionLayer],
     context: int,
+    batch: int,
     tokens: int,
     repeats: int,
     limit: int,
 ) -> DecodePoint:
     model = target.model
     element = torch.finfo(model.dtype).bits // 8
-    needed = sum(_key_bytes(layer.shape, element) for layer in layers) * context
+    needed = sum(_key_bytes(layer.shape, element) for layer in layers) * context * batch
     if 4 * needed > limit:  # three caches, and a copy of one
         return DecodePoint(
             context,
@@ -161,11 +167,11 @@ def _point(
     if error > bound:
         reason = f"a decoded token off by {error:.2g} of its size"
         return DecodePoint(context, "differs", reason, error)
-    converted = _cache(target, layers, context, states)
-    softmax, in_place = (_cache(target, layers, context, None) for _ in range(2))
+    converted = _cache(target, layers, context, batch, states)
+    softmax, in_place = (_cache(target, layers, context, batch, None) for _ in range(2))
     sizes = cache_bytes(converted), cache_bytes(softmax)
     grow_in_place(in_place)
-    ids = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)
 
     def decode(cache: Cache, count: int) -> list[float]:
         seconds = []
@@ -225,9 +231,13 @@ def _cache(
     target: Target,
     layers: list[AttentionLayer],
     context: int,
+    batch: int,
     states: dict[Any, State] | None,
 ) -> DynamicCache:
-    """A cache after ``context`` tokens: of the converted model, or (``states=None``) of softmax."""
+    """A cache of ``batch`` sequences after ``context`` tokens.
+
+    Of the converted model, or (``states=None``) of softmax.
+    """
     model = target.model
     cache = DynamicCache(config=model.config)
     while len(cache.layers) <= max(layer.index for layer in layers):
@@ -239,7 +249,8 @@ def _cache(
         heads = layer.shape.kv_heads
         if linear is not None and states is not None:
             place = cache.layers[layer.index] = LinearCacheLayer()
-            place.state = states[_kind(linear)].map(torch.clone)
+            state = states[_kind(linear)]
+            place.state = state.map(lambda one: one.repeat_interleave(batch, dim=0))
             place.length, place.is_initialized = context, True
             heads -= linear.kernel.shape.kv_heads
             place = place.exact
@@ -247,7 +258,7 @@ def _cache(
             widths = layer.shape.head_dim, layer.shape.value_dim
             place.update(
                 *(
-                    _normal((1, heads, context, w), generator, model.dtype, model.device)
+                    _normal((batch, heads, context, w), generator, model.dtype, model.device)
                     for w in widths
                 )
             )

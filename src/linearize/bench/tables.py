@@ -56,16 +56,17 @@ def decode_tables(result: DecodeBench) -> Shown:
         *("speedup", "softmax in place", "±", "converted MB", "softmax MB"),
     ]
     rows, notes = [], []
+    batch = result.settings["batch"]
     for point in result.points:
         if point.reason is not None:
             notes.append(f"{point.context:,} tokens: {point.status}, {point.reason}")
         rows.append(
             [
                 f"{point.context:,}",
-                *_rate(point.converted, point.status),
-                *_rate(point.softmax, point.status),
+                *_rate(point.converted, point.status, batch),
+                *_rate(point.softmax, point.status, batch),
                 "-" if point.speedup is None else f"{point.speedup:.2f}",
-                *_rate(point.softmax_in_place, point.status),
+                *_rate(point.softmax_in_place, point.status, batch),
                 _megabytes(point.converted_bytes),
                 _megabytes(point.softmax_bytes),
             ]
@@ -79,9 +80,11 @@ def decode_tables(result: DecodeBench) -> Shown:
     if measured:
         last = measured[-1]
         notes.append(
-            f"converted heads hold {_megabytes(last.state_bytes)} MB, as {last.state_tokens:,.0f} "
-            "cached tokens of theirs would"
+            f"converted heads hold {_megabytes(last.state_bytes)} MB of a sequence, as "
+            f"{last.state_tokens:,.0f} cached tokens of theirs would"
         )
+    if batch > 1:
+        notes.append(f"{batch} sequences side by side: tokens/s and memory are of all of them")
     notes.append(
         "softmax in place: tokens/s of softmax with the cache that converted models give their softmax "
         "layers, which appends where transformers copies"
@@ -136,10 +139,10 @@ def _operator_row(row: OperatorRow, backward: bool) -> list[str]:
     return [*cells, "-" if row.error is None else f"{row.error:.1e}"]
 
 
-def _rate(timing: Timing | None, status: str) -> list[str]:
+def _rate(timing: Timing | None, status: str, tokens: int) -> list[str]:
     if timing is None:
         return [status, "-"]
-    return [f"{1 / timing.median:,.2f}", _spread(timing)]
+    return [f"{tokens / timing.median:,.2f}", _spread(timing)]
 
 
 def _seconds(timing: Timing | None, status: str) -> list[str]:

@@ -152,6 +152,7 @@ def decode(
     window: ModelWindowOption = None,
     sinks: ModelSinksOption = None,
     state_rank: RankOption = None,
+    batch: Annotated[int, Option("--batch", min=1, help="Sequences side by side.")] = 1,
     tokens: Annotated[int, Option("--tokens", min=1, help="Timed tokens a turn.")] = 8,
     repeats: Annotated[int, Option("--repeats", min=1, help="Turns of each model.")] = 5,
     memory: MemoryOption = None,
@@ -172,6 +173,7 @@ def decode(
     \b
       linearize bench decode smollm2-135m --layers 3-26 --contexts 1024,8192,32768
       linearize bench decode out/demo --contexts 1024,32768 --json decode.json
+      linearize bench decode out/demo --contexts 1024 --batch 16
     """
     plan = _plan(layers, kernel, window, sinks, state_rank)
     chosen = _numbers("--contexts", contexts)
@@ -180,6 +182,7 @@ def decode(
         result = measure.decode_benchmark(
             target,
             contexts=chosen,
+            batch=batch,
             tokens=tokens,
             repeats=repeats,
             memory=_bytes(memory),

@@ -42,16 +42,17 @@ def decode_figures(result: DecodeBench) -> dict[str, str]:
     if not points:
         return {}
     contexts = [point.context for point in points]
+    batch = result.settings["batch"]
     with canvas(7.6, 3.3, 1, 2) as (figure, axes):
         left, right = axes[0]
         for name, colour, style in (("softmax", SOFTMAX, "s--"), ("converted", CONVERTED, "o-")):
             times = [getattr(point, name) for point in points]
-            rates = [1 / time.median for time in times]
+            rates = [batch / time.median for time in times]
             left.plot(contexts, rates, style, color=colour, markersize=4, label=name)
             left.fill_between(
                 contexts,
-                [1 / time.high for time in times],
-                [1 / time.low for time in times],
+                [batch / time.high for time in times],
+                [batch / time.low for time in times],
                 color=colour,
                 alpha=0.2,
                 linewidth=0,
@@ -62,7 +63,7 @@ def decode_figures(result: DecodeBench) -> dict[str, str]:
         left.set_ylabel("tokens per second")
         left.legend(loc="best")
         log_axis(right, [b for p in points for b in (p.converted_bytes or 1, p.softmax_bytes or 1)])
-        right.set_ylabel("memory of one sequence")
+        right.set_ylabel("memory" if batch > 1 else "memory of one sequence")
         right.yaxis.set_major_formatter(FuncFormatter(lambda value, _: byte_text(value)))
         for panel in (left, right):
             _length_axis(panel, contexts, "context length in tokens")
