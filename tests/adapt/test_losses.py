@@ -57,6 +57,17 @@ def test_loss_and_gradient_are_those_of_the_definition(name: str, share: float) 
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_teacher_has_its_own_head(name: str) -> None:
+    model, other = tiny.model(name), tiny.model(name, seed=1)
+    ids = tiny.prompt(2, 13)
+    of, of_other = Logits(model), Logits(other)
+    with torch.no_grad():
+        found = of.loss(of.hidden(ids), ids, of_other.hidden(ids), 0.3, of_other)
+        both = [one(input_ids=ids, use_cache=False).logits for one in (model, other)]
+    assert_close(found, definition(both[0], ids, both[1], 0.3), torch.float32, "output")
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_likelihoods_are_those_of_all_logits(name: str) -> None:
     model, ids = tiny.model(name), tiny.prompt(3, 16)
     of = Logits(model)

@@ -132,6 +132,35 @@ def test_without_lora_only_the_kernels_are_trained_towards_the_original_model() 
     assert same(before, backbone(loaded))
 
 
+def test_another_model_can_be_the_teacher(tmp_path: Path) -> None:
+    """The loss is the divergence from the teacher's distribution, and the teacher stays as it is."""
+    loaded, teacher = model(), tiny.loaded(seed=3)
+    before = {name: value.clone() for name, value in teacher.model.state_dict().items()}
+    text = tiny.text(4 * 32)
+    block = text[None, :32]
+    wanted, found = (
+        tiny.logits(one.model, block).log_softmax(-1)[0, :-1] for one in (teacher, loaded)
+    )
+    divergence = float((wanted.exp() * (wanted - found)).sum(-1).mean())
+    chosen = settings(distill=1.0, steps=12, batch=1, warmup=0.0, dropout=0.0, dtype="fp32")
+    result = linearize.adapt(loaded, text, chosen, teacher=teacher, folder=tmp_path)
+    losses = result.report.curves.loss
+    assert losses[0] == pytest.approx(divergence, rel=1e-4)
+    assert losses[-1] < 0.9 * losses[0]
+    assert same(before, dict(teacher.model.state_dict()))
+    for other in (None, tiny.loaded(seed=4)):
+        with pytest.raises(CheckpointError, match="teacher"):
+            linearize.adapt(model(), text, chosen, teacher=other, folder=tmp_path, resume=True)
+
+
+def test_a_teacher_that_cannot_teach_is_refused() -> None:
+    with pytest.raises(PlanError, match="distill=0"):
+        linearize.adapt(model(), tiny.text(), settings(), teacher=tiny.loaded(seed=3))
+    wide = tiny.loaded(vocab_size=tiny.VOCAB + 1)
+    with pytest.raises(PlanError, match="another vocabulary"):
+        linearize.adapt(model(), tiny.text(), settings(distill=0.5), teacher=wide)
+
+
 def test_attention_transfer_lowers_the_error_of_the_outputs() -> None:
     loaded = model("hedgehog")
     before = backbone(loaded)

@@ -100,6 +100,21 @@ def test_both_see_the_same_blocks(
     assert len(lora_layers(again.model)) == 12 and not converted_layers(again.model)
 
 
+def test_the_softmax_reference_can_teach(
+    base: Path, conversion: tuple[Path, Result], text: Path, run: Run, tmp_path: Path
+) -> None:
+    teacher, out = tmp_path / "softmax", tmp_path / "out"
+    assert run("adapt", base, "--out", teacher, "--text", text, *SMALL).exit_code == 0
+    command = ("adapt", conversion[0], "--out", out, "--text", text, *SMALL, "--distill", 0.5)
+    result = run(*command, "--teacher", teacher)
+    assert result.exit_code == 0, result.output
+    report = json.loads((out / ADAPTATION).read_text())
+    assert report["teacher"] == str(teacher)
+    assert run(*command, "--teacher", teacher, "--resume").exit_code == 0
+    result = run(*command, "--resume")
+    assert result.exit_code == 2 and f"teacher='{teacher}'" in result.output
+
+
 def test_an_interrupted_run_is_neither_lost_nor_forgotten(
     conversion: tuple[Path, Result],
     text: Path,
@@ -160,6 +175,8 @@ def test_an_interrupted_run_is_neither_lost_nor_forgotten(
         (["{base}", "--preset", "huge"], "paper, small"),
         (["{base}", "--distill", "2"], "distill"),
         (["{base}", "--rank", "0"], "no kernel parameter to train"),
+        (["{base}", "--teacher", "{base}"], "distill=0"),
+        (["{base}", "--teacher", "{empty}", "--distill", "0.5"], "a folder without config.json"),
     ],
 )
 def test_bad_input_is_one_message_and_leaves_nothing(

@@ -56,28 +56,37 @@ class Logits:
             sums.append(total / (len(tokens) - 1))
         return torch.stack(sums)
 
-    def loss(self, hidden: Tensor, ids: Tensor, teacher: Tensor | None, share: float) -> Tensor:
+    def loss(
+        self,
+        hidden: Tensor,
+        ids: Tensor,
+        teacher: Tensor | None,
+        share: float,
+        source: Logits | None = None,
+    ) -> Tensor:
         """``(1 - share)`` next-token loss + ``share`` divergence from the teacher, per target.
 
         Args:
             hidden: of the model. ids: ``[B, N]``.
-            teacher: hidden states of the original model; needed if ``share`` is above zero. The
-                divergence is that of the model's distribution from the teacher's,
+            teacher: hidden states of the teacher; needed if ``share`` is above zero. The divergence
+                is that of the model's distribution from the teacher's,
                 ``Σ p_teacher (log p_teacher - log p)``.
             share: between 0 and 1.
+            source: what makes the teacher's logits of its states; by default the model's own head.
         """
         targets = ids[:, 1:].flatten()
         rows = hidden[:, :-1].flatten(0, 1)
-        original = None if teacher is None else teacher[:, :-1].flatten(0, 1)
+        followed = None if teacher is None else teacher[:, :-1].flatten(0, 1)
+        source = source or self
 
         def of_rows(states: Tensor, at: slice) -> Tensor:
             log = functional.log_softmax(self._logits(states), dim=-1)
             total = log.new_zeros(())
             if share < 1:
                 total = (1 - share) * functional.nll_loss(log, targets[at], reduction="sum")
-            if original is not None and share > 0:
+            if followed is not None and share > 0:
                 with torch.no_grad():
-                    wanted = functional.log_softmax(self._logits(original[at]), dim=-1)
+                    wanted = functional.log_softmax(source._logits(followed[at]), dim=-1)
                 divergence = functional.kl_div(log, wanted, reduction="sum", log_target=True)
                 total = total + share * divergence
             return total

@@ -56,7 +56,8 @@ class AdaptationReport:
             update.
         lora_numbers, kernel_numbers: trained.
         seconds: of all runs together. peak_memory: largest resident memory of a process, bytes.
-        processes: how many. versions: of everything that matters.
+        processes: how many. teacher: what was distilled from, ``None`` for the model itself or
+            nothing. versions: of everything that matters.
     """
 
     settings: dict[str, Any]
@@ -76,6 +77,7 @@ class AdaptationReport:
     seconds: float
     peak_memory: int
     processes: int
+    teacher: str | None = None
     versions: dict[str, str] = field(default_factory=versions)
 
     def as_dict(self) -> dict[str, Any]:

@@ -48,6 +48,7 @@ def adapt(
     settings: AdaptSettings | None = None,
     *,
     validation: Source | None = None,
+    teacher: Loaded | None = None,
     folder: str | Path | None = None,
     resume: bool = False,
     tensorboard: bool = False,
@@ -64,6 +65,8 @@ def adapt(
         text: what to train on; see :func:`linearize.text.tokenize`.
         settings: the paper's by default.
         validation: what the best weights are chosen on; by default the last blocks of ``text``.
+        teacher: whose distribution is followed with the share ``settings.distill`` of the loss; by
+            default the model before conversion and adaptation.
         folder: where the checkpoint of the run under way is kept; ``None`` keeps none.
         resume: continue from the checkpoint in ``folder``, if there is one.
         tensorboard: write the curves to ``folder/tensorboard``, if TensorBoard is installed.
@@ -74,7 +77,8 @@ def adapt(
         the adapted model and the account of the run.
 
     Raises:
-        PlanError: nothing to train, or the model has LoRA already. TextError: too few blocks.
+        PlanError: nothing to train, the model has LoRA already, or the teacher has no share of the
+            loss or another vocabulary. TextError: too few blocks.
         CheckpointError: the checkpoint belongs to another run. OutputError: it cannot be written.
         ModelError: a loss is not finite. BackendError: peft is needed and not installed.
     """
@@ -86,12 +90,15 @@ def adapt(
             "one that has LoRA already",
             "Fold it into the weights first: linearize merge DIR --out OTHER.",
         )
+    if teacher is not None:
+        _check_teacher(loaded, teacher, settings)
     tokens = tokenize(text, loaded.tokenizer)
     held = None if validation is None else tokenize(validation, loaded.tokenizer)
     train, kept = divide_blocks(tokens, held, settings)
     processes = Processes.join()
     identity = settings.identity() | {
         "model": model_identity(model),
+        "teacher": None if teacher is None else model_identity(teacher.model),
         "plan": None if loaded.plan is None else loaded.plan.model_dump(mode="json"),
         "text": text_identity(torch.cat(train)),
         "validation text": text_identity(torch.cat(kept)),
@@ -100,7 +107,7 @@ def adapt(
     file = CheckpointFile(folder, identity)
     state = (file.read() if resume else None) or RunState()
     with _own_randomness(model):
-        run = _Run(model, train, kept, settings, processes, file, state)
+        run = _Run(model, teacher, train, kept, settings, processes, file, state)
         scalars = Scalars(
             Path(folder) / "tensorboard" if tensorboard and folder and processes.main else None,
             state.step,
@@ -127,6 +134,7 @@ def adapt(
         seconds=state.seconds,
         peak_memory=_peak_memory(),
         processes=processes.count,
+        teacher=None if teacher is None else teacher.ref,
     )
     return Adaptation(Loaded(model.eval(), loaded.tokenizer, loaded.plan, loaded.ref), report)
 
@@ -137,6 +145,7 @@ class _Run:
     def __init__(
         self,
         model: PreTrainedModel,
+        teacher: Loaded | None,
         train: list[Tensor],
         kept: list[Tensor],
         settings: AdaptSettings,
@@ -154,6 +163,9 @@ class _Run:
             len(train), settings.seed, settings.total * self._passes * settings.batch
         )
         self._logits = Logits(model)
+        self._teacher = None
+        if teacher is not None:
+            self._teacher = Logits(nn.Module.to(teacher.model, model.device).eval())
         if state.step or state.curves.nll:
             _put(self._named, state.weights)
         self._stage = -1
@@ -241,13 +253,21 @@ class _Run:
         curves.tokens_per_second.append(self.tokens_per_update / (time.monotonic() - started))
 
     def _loss(self, ids: Tensor) -> Tensor:
-        teacher = None
-        if self.settings.distill > 0:
-            self.model.eval()
-            with torch.no_grad(), original_attention(self.model):
-                teacher = self._logits.hidden(ids)
-            self.model.train()
-        return self._logits.loss(self._logits.hidden(ids), ids, teacher, self.settings.distill)
+        share = self.settings.distill
+        followed = self._followed(ids) if share > 0 else None
+        hidden = self._logits.hidden(ids)
+        return self._logits.loss(hidden, ids, followed, share, self._teacher)
+
+    @torch.no_grad()
+    def _followed(self, ids: Tensor) -> Tensor:
+        """Hidden states of the teacher: a model of its own, or this one as it was."""
+        if self._teacher is not None:
+            return self._teacher.hidden(ids)
+        self.model.eval()
+        with original_attention(self.model):
+            found = self._logits.hidden(ids)
+        self.model.train()
+        return found
 
     def _batch(self, number: int) -> Tensor:
         """The blocks of a forward pass, counted over the whole run and all processes."""
@@ -324,6 +344,29 @@ class _Run:
     def _autocast(self) -> torch.autocast:
         device = self.model.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.settings.dtype == "bf16")
+
+
+def _check_teacher(loaded: Loaded, teacher: Loaded, settings: AdaptSettings) -> None:
+    """Refuse a teacher that would not be asked, or speaks of other tokens.
+
+    Raises:
+        PlanError: see there.
+    """
+    if not settings.distill:
+        raise PlanError(
+            f"the teacher {teacher.ref}",
+            "distill=0, by which it would have no share of the loss",
+            "Give it one, for example distill=0.5.",
+        )
+    both = loaded, teacher
+    ours, theirs = (int(one.model.get_input_embeddings().weight.shape[0]) for one in both)  # type: ignore[index]
+    words = [one.tokenizer.get_vocab() for one in both if one.tokenizer is not None]
+    if ours != theirs or words[1:] != words[:-1]:
+        raise PlanError(
+            f"the teacher {teacher.ref} for {loaded.ref}",
+            f"another vocabulary (of {theirs:,} and {ours:,} tokens)",
+            "Choose a teacher with the same tokenizer.",
+        )
 
 
 def _prepare(

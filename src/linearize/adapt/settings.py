@@ -37,8 +37,8 @@ class AdaptSettings(BaseModel):
         rank, alpha, dropout: of LoRA; rank 0 adds none.
         weight_decay, clip: of AdamW; largest gradient norm.
         warmup: share of the updates with a linearly rising rate; a cosine follows.
-        distill: share of the loss that is the divergence from the original model's distribution;
-            the rest is the next-token loss.
+        distill: share of the loss that is the divergence from the distribution of the original model
+            or of a teacher; the rest is the next-token loss.
         transfer_steps, transfer_lr: updates of attention transfer before the others, and their peak
             learning rate: kernels alone, on the error of each layer's output against softmax.
         eval_every: updates between two validations; there is one at the start and one at the end.

@@ -112,7 +112,17 @@ def adapt(
     clip: Annotated[float | None, Option("--clip", help="Largest gradient norm.")] = None,
     distill: Annotated[
         float | None,
-        Option("--distill", help="Share of the loss that follows the original model's logits."),
+        Option(
+            "--distill", help="Share of the loss that follows the original model, or --teacher."
+        ),
+    ] = None,
+    teacher: Annotated[
+        str | None,
+        Option(
+            "--teacher",
+            metavar="DIR|MODEL",
+            help="Model to follow instead of the original, say the adapted softmax reference.",
+        ),
     ] = None,
     transfer_steps: Annotated[
         int | None,
@@ -166,6 +176,7 @@ def adapt(
       linearize adapt out/oal --preset small --text train.txt --out out/oal-adapted
       linearize adapt out/oal --preset small --text train.txt --out out/oal-adapted --resume
       linearize adapt smollm2-135m --preset small --text train.txt --out out/softmax-adapted
+      linearize adapt out/oal --text train.txt --distill 0.5 --teacher out/softmax-adapted --out out/b
       linearize adapt out/oal --unit 4096 --text train.txt@26-55 --text valid.txt@32-64 \\
         --validation-text valid.txt@0-31 --out out/oal-adapted
       accelerate launch --num_processes 2 -m linearize adapt out/oal --text train.txt --out out/two
@@ -202,7 +213,9 @@ def adapt(
     held = [Part(one) for one in validation_text or []]
     check_texts([part.path for part in (*train, *held)])
     check_folder(model)
-    if resume and not overwrite and finished(out, settings, train, held):
+    if teacher is not None:
+        check_folder(teacher)
+    if resume and not overwrite and finished(out, settings, train, held, teacher):
         say(f"{out} is complete: nothing to resume")
         return
     check_writable(out, overwrite)
@@ -216,6 +229,7 @@ def adapt(
     sizes = {"unit": unit or settings.block, "block": settings.block}
     with _no_empty(work):
         loaded = load_model(model)
+        followed = None if teacher is None else load_model(teacher)
         nn.Module.to(loaded.model, processes.device)
         tokens = read_parts(train, loaded.tokenizer, **sizes)
         kept = read_parts(held, loaded.tokenizer, **sizes) if held else None
@@ -225,6 +239,7 @@ def adapt(
                 tokens,
                 settings,
                 validation=kept,
+                teacher=followed,
                 folder=work,
                 resume=resume,
                 tensorboard=tensorboard,
@@ -267,13 +282,19 @@ def check_folder(model: str) -> None:
     files = ("config.json", ADAPTER)
     if folder.is_dir() and not any((folder / name).is_file() for name in files):
         raise CheckpointError(
-            f"adapting {folder}",
+            f"the model {folder}",
             f"a folder without {' or '.join(files)}",
             "Give a folder that linearize convert wrote, or a model.",
         )
 
 
-def finished(out: Path, settings: AdaptSettings, text: list[Part], held: list[Part]) -> bool:
+def finished(
+    out: Path,
+    settings: AdaptSettings,
+    text: list[Part],
+    held: list[Part],
+    teacher: str | None = None,
+) -> bool:
     """Whether a folder holds the result of this very run.
 
     Raises:
@@ -285,8 +306,9 @@ def finished(out: Path, settings: AdaptSettings, text: list[Part], held: list[Pa
     wanted = settings.identity() | {
         "text": [part.text for part in text],
         "validation_text": [part.text for part in held],
+        "teacher": teacher,
     }
-    texts = {"text": there.text, "validation_text": there.validation_text}
+    texts = {"text": there.text, "validation_text": there.validation_text, "teacher": there.teacher}
     for name, value in wanted.items():
         found = (there.settings | texts).get(name)
         if found != value:
