@@ -110,6 +110,8 @@ def test_the_softmax_reference_can_teach(
     assert result.exit_code == 0, result.output
     report = json.loads((out / ADAPTATION).read_text())
     assert report["teacher"] == str(teacher)
+    assert run("report", out).exit_code == 0
+    assert f'<td>teacher</td><td class="long">{teacher}</td>' in (out / "report.html").read_text()
     assert run(*command, "--teacher", teacher, "--resume").exit_code == 0
     result = run(*command, "--resume")
     assert result.exit_code == 2 and f"teacher='{teacher}'" in result.output
